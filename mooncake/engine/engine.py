@@ -86,8 +86,8 @@ class Engine:
             cache.num_places,
             config.groups,
         )
-        blocks, usual_tokens = self._scheduler.block_manager, config.max_step_tokens + config.max_sequences
-        self._batches = BatchBuilder(blocks.tables, config.block_tokens, usual_tokens, config.groups)
+        blocks = self._scheduler.block_manager
+        self._batches = BatchBuilder(blocks.tables, config.block_tokens, config.groups)
         self._requests = Requests(self._scheduler, self._retain_blocks)
         self._processor = OutputProcessor(self._requests, blocks, Sampler(guides))
         self._costs = StepCosts(config, blocks.swap)

@@ -90,8 +90,7 @@ class OutputProcessor:
     def _sample(self, rows: LogitRows, logits: torch.Tensor) -> list[Sequence]:
         """Sample a token per answer, and more where draft tokens are right. Returns the sequences that end with it, or
         cannot have it."""
-        is_whole = rows.rows == list(range(logits.shape[0]))
-        tokens = self._sampler.sample(logits if is_whole else logits[rows.rows], rows.sampled) if rows.sampled else []
+        tokens = self._sampler.sample(logits, rows.sampled, rows.rows) if rows.sampled else []
         finished = self.append_sampled(rows.sampled, tokens)
         for parent, *children in rows.forks:
             self._requests.fork(parent, [child for child in children if child not in finished])
@@ -108,7 +107,7 @@ class OutputProcessor:
             if has_ended or ends or sequence.last_token != token_id:
                 break
             sequence.num_computed += 1
-            ends = bool(self.append_sampled([sequence], self._sampler.sample(logits[row : row + 1], [sequence])))
+            ends = bool(self.append_sampled([sequence], self._sampler.sample(logits, [sequence], [row])))
             row += 1
             num_accepted += 1
         self._blocks.seal_full(sequence)

@@ -1,4 +1,4 @@
-"""A step's plan as the ragged batch that the model reads, built in reused buffers.
+"""A step's plan as the ragged batch that the model reads.
 
 It does not know why a plan is as it is. ``B`` sequences, ``T`` tokens, ``M`` the longest block table.
 """
@@ -6,9 +6,10 @@ It does not know why a plan is as it is. ``B`` sequences, ``T`` tokens, ``M`` th
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from mooncake.engine.blend import reuse_of
@@ -50,14 +51,11 @@ class _DecodeBatch:
 class BatchBuilder:
     """A batch is valid until the next one is built."""
 
-    def __init__(self, tables: BlockTables, block_tokens: int, max_tokens: int, groups: PageGroups = UNIFORM) -> None:
-        """``max_tokens`` is the usual size of a step, not a limit."""
+    def __init__(self, tables: BlockTables, block_tokens: int, groups: PageGroups = UNIFORM) -> None:
         self._tables = tables
         self._num_groups = groups.num_groups
         self._places = torch.tensor(groups.places, dtype=torch.int32) if groups.num_groups > 1 else None
         self._block_tokens = block_tokens
-        self._tokens = np.empty(max_tokens, np.int64)
-        self._positions = np.empty(max_tokens, np.int64)
         self._decode_batches: dict[int, _DecodeBatch] = {}  # by number of sequences
 
     def build(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
@@ -106,56 +104,61 @@ class BatchBuilder:
         return decodes.batch
 
     def _ragged_batch(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
-        firsts = np.array([entry.first for entry in entries], np.int64)
-        counts = np.array([entry.num_tokens for entry in entries], np.int64)
-        totals = np.array([entry.sequence.num_tokens for entry in entries], np.int64)
-        rows = np.array([entry.sequence.blocks.row for entry in entries], np.int64)
-        ends = firsts + counts
-        starts = np.zeros(len(entries) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        tokens, positions = self._buffers(int(starts[-1]))
-        for entry, start, end in zip(entries, starts.tolist(), starts[1:].tolist(), strict=False):
-            tokens[start:end] = entry.sequence.token_slice(entry.first, entry.end)
-        np.subtract(np.arange(len(tokens)), np.repeat(starts[:-1] - firsts, counts), out=positions)
-        indices, offsets = np.divmod(positions, self._block_tokens)
-        of_tokens = np.repeat(rows, counts)
-        slots = torch.from_numpy(
-            np.stack([ids[of_tokens, indices] for ids in self._tables.of_groups]).astype(np.int64) * self._block_tokens
-            + offsets
-        )
-        longest = -(-int(ends.max()) // self._block_tokens)
-        complete = np.flatnonzero(ends >= totals)
-        logit_rows = _logit_rows(starts, complete, (ends - totals)[complete])
-        if any(entry.scored for entry in entries):
-            scored = [
-                np.arange(start, start + len(entry.scored))
-                for entry, start in zip(entries, starts.tolist(), strict=False)
-            ]
-            logit_rows = np.concatenate([logit_rows, *scored])
-        tables = self._tables_of(rows, longest)
+        """Any tokens of any sequences. For the same reason there is a single loop over lists, and two arrays hold what
+        comes of it."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[list[int]] = [[] for _ in range(self._num_groups)]
+        starts, lengths = [0], list[int]()
+        rows: list[int] = []
+        complete: list[StepEntry] = []
+        sampled: list[int] = []  # rows of the batch that need logits: the last of each complete entry, and its draft's
+        scored: list[int] = []
+        for entry in entries:
+            sequence, first, num_tokens, _ = entry
+            end, begin = first + num_tokens, len(tokens)
+            tokens += sequence.token_slice(first, end).tolist()
+            positions += range(first, end)
+            for table, of_group in zip(sequence.blocks.tables, slots, strict=True):
+                of_group += self._slots_of(table, first, end)
+            starts.append(len(tokens))
+            lengths.append(end)
+            rows.append(sequence.blocks.row)
+            if end >= sequence.num_tokens:
+                complete.append(entry)
+                sampled += range(len(tokens) - 1 - (end - sequence.num_tokens), len(tokens))
+            scored += range(begin, begin + len(entry.scored))
+        count, num_entries = len(tokens), len(entries)
+        numbers = np.array([*tokens, *positions, *chain.from_iterable(slots), *sampled, *scored], np.int64)
+        ends = np.array([*starts, *lengths], np.int32)
+        slots_end = (2 + self._num_groups) * count
+        of_groups = torch.from_numpy(numbers[2 * count : slots_end].reshape(self._num_groups, count))
+        tables = self._tables_of(rows, -(-max(lengths) // self._block_tokens))
         batch = ForwardBatch(
-            tokens=torch.from_numpy(tokens),
-            positions=torch.from_numpy(positions),
-            query_starts=torch.from_numpy(starts),
-            context_lens=torch.from_numpy(ends.astype(np.int32)),
+            tokens=torch.from_numpy(numbers[:count]),
+            positions=torch.from_numpy(numbers[count : 2 * count]),
+            query_starts=torch.from_numpy(ends[: num_entries + 1]),
+            context_lens=torch.from_numpy(ends[num_entries + 1 :]),
             block_tables=tables[0],
-            slots=slots[0],
-            logit_rows=torch.from_numpy(logit_rows),
-            adapters=_adapters_of_tokens(entries, positions, counts),
+            slots=of_groups[0],
+            logit_rows=torch.from_numpy(numbers[slots_end:]),
+            adapters=_adapters_of_tokens(entries),
             reuse=reuse_of(entries),
-            pages=None if self._places is None else Pages(self._places, tables, slots),
+            pages=None if self._places is None else Pages(self._places, tables, of_groups),
         )
-        return batch, [entries[index] for index in complete]
+        return batch, complete
 
-    def _tables_of(self, rows: list[int] | npt.NDArray[np.int64], num_columns: int) -> torch.Tensor:
+    def _slots_of(self, table: list[int], first: int, end: int) -> Iterator[int]:
+        """The slots of tokens ``first ≤ i < end``, a block at a time."""
+        size = self._block_tokens
+        for index in range(first // size, -(-end // size)):
+            base = table[index] * size
+            yield from range(base + max(first - index * size, 0), base + min(end - index * size, size))
+
+    def _tables_of(self, rows: list[int], num_columns: int) -> torch.Tensor:
         """[G, B, M]."""
         tables = [ids[rows, :num_columns] for ids in self._tables.of_groups]
         return torch.from_numpy(np.stack(tables) if len(tables) > 1 else tables[0][None])
-
-    def _buffers(self, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        if count > len(self._tokens):
-            self._tokens, self._positions = np.empty(count, np.int64), np.empty(count, np.int64)
-        return self._tokens[:count], self._positions[:count]
 
 
 def _adapters_of_sequences(entries: list[StepEntry]) -> torch.Tensor | None:
@@ -164,26 +167,12 @@ def _adapters_of_sequences(entries: list[StepEntry]) -> torch.Tensor | None:
     return torch.from_numpy(np.array(adapters, np.int32)) if max(adapters) >= 0 else None
 
 
-def _adapters_of_tokens(
-    entries: list[StepEntry], positions: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
-) -> torch.Tensor | None:
+def _adapters_of_tokens(entries: list[StepEntry]) -> torch.Tensor | None:
     """Each token's [T]: its sequence's adapter, from where it acts."""
-    of_sequences = _adapters_of_sequences(entries)
-    if of_sequences is None:
+    if all(entry.sequence.adapter < 0 for entry in entries):
         return None
-    starts = np.array([entry.sequence.chain.start for entry in entries], np.int64)
-    places = np.repeat(of_sequences.numpy(), counts)
-    places[positions < np.repeat(starts, counts)] = -1
-    return torch.from_numpy(places) if places.max() >= 0 else None
-
-
-def _logit_rows(
-    starts: npt.NDArray[np.int32], complete: npt.NDArray[np.int64], num_draft: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """The last token of each complete entry, and the draft tokens after it."""
-    last = starts[complete + 1].astype(np.int64) - 1
-    if not num_draft.any():
-        return last
-    counts = num_draft + 1
-    firsts = np.cumsum(counts) - counts
-    return np.repeat(last - num_draft, counts) + np.arange(counts.sum()) - np.repeat(firsts, counts)
+    places: list[int] = []
+    for entry in entries:
+        num_before = min(max(entry.sequence.chain.start - entry.first, 0), entry.num_tokens)
+        places += [-1] * num_before + [entry.sequence.adapter] * (entry.num_tokens - num_before)
+    return torch.from_numpy(np.array(places, np.int32)) if max(places) >= 0 else None

@@ -93,20 +93,22 @@ class CpuKernels:
     def sample(
         self,
         logits: torch.Tensor,
+        rows: Sequence[int],
         instead: Mapping[int, npt.NDArray[np.float32]],
         draws: bytes | None = None,
         positions: Sequence[int] = (),
     ) -> list[int]:
-        """The next token after each row of ``logits`` ``[R, V]`` float32, or after the row given instead, as
-        ``mooncake.engine.decoding.sampler`` defines it; -1 for logits that are not finite. ``draws`` has a DRAW per
-        row, for a token at that index of the positions; None: the most likely tokens."""
-        count, size = logits.shape
-        tokens, others = (LONG * count)(), None
-        if instead:
-            others = (POINTER * count)(*(instead[row].ctypes.data if row in instead else None for row in range(count)))
+        """The next token after each of these ``rows`` of ``logits`` ``[R, V]`` float32, or after the one given instead
+        of the i-th, as ``mooncake.engine.decoding.sampler`` defines it; -1 for logits that are not finite. ``draws``
+        has a DRAW per row, for a token at that index of the positions; None: the most likely tokens."""
+        count, size = len(rows), logits.shape[1]
+        first, row_bytes = logits.data_ptr(), 4 * logits.stride(0)
+        places = (POINTER * count)(*[first + row * row_bytes for row in rows])
+        for place, row in instead.items():
+            places[place] = row.ctypes.data
+        tokens = (LONG * count)()
         where = None if draws is None else (LONG * count)(*positions)
-        first, stride, threads = logits.data_ptr(), logits.stride(0), num_threads()
-        self._sample(first, stride, others, count, size, draws, where, tokens, threads)
+        self._sample(places, count, size, draws, where, tokens, num_threads())
         return tokens[:]
 
     def score(

@@ -123,12 +123,11 @@ int mc_experts(const Experts* experts, const float* hidden, const int64_t* chose
     return OK;
 }
 
-// tokens[i]: the next token after row i of `logits`, or after instead[i] (either may be null), which are [vocab]; -1 if
-// they are not finite. positions[i]: that token's position. Null draws: the most likely tokens.
-int mc_sample(const float* logits, int64_t stride, const float* const* instead, int64_t count, int64_t vocab,
-              const Draw* draws, const int64_t* positions, int64_t* tokens, int threads) {
-    const auto row = [=](int64_t i) { return instead && instead[i] ? instead[i] : logits + i * stride; };
-    sample(row, count, vocab, draws, positions, tokens, threads);
+// tokens[i]: the next token after the logits rows[i] [vocab]; -1 if they are not finite. positions[i]: that token's
+// position. Null draws: the most likely tokens.
+int mc_sample(const float* const* rows, int64_t count, int64_t vocab, const Draw* draws, const int64_t* positions, int64_t* tokens,
+              int threads) {
+    sample(rows, count, vocab, draws, positions, tokens, threads);
     return OK;
 }
 

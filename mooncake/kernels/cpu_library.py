@@ -42,7 +42,7 @@ SIGNATURES = {
         *(POINTER, POINTER, POINTER, POINTER, LONG, LONG),  # experts, hidden, chosen, shares, T, k
         *(POINTER, INT),  # output, threads
     ],
-    "mc_sample": [POINTER, LONG, POINTER, LONG, LONG, POINTER, POINTER, POINTER, INT],
+    "mc_sample": [POINTER, LONG, LONG, POINTER, POINTER, POINTER, INT],
     "mc_score": [
         *(POINTER, LONG, LONG, LONG),  # logits, stride, count, vocab
         *(POINTER, POINTER, POINTER, LONG),  # rows, tokens, counts, most

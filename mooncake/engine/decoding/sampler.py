@@ -44,22 +44,26 @@ class Sampler:
         kernels = kernels or choose_kernels()
         self._library = kernels if isinstance(kernels, CpuKernels) else None
 
-    def sample(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> list[tuple[int, TokenLogprob | None]]:
-        """The next token of each sequence, from ``logits`` [R, V] float32, which are not modified.
+    def sample(
+        self, logits: torch.Tensor, sequences: Rows[Sequence], rows: Rows[int] | None = None
+    ) -> list[tuple[int, TokenLogprob | None]]:
+        """The next token of each sequence, from these ``rows`` of ``logits`` [R, V] float32, which are not modified;
+        None: from one row each.
 
         A sequence whose guide fails, or whose logits are not finite, gets its ``failure`` set; its token is
         meaningless.
         """
         is_plain = all(map(_IS_PLAIN, sequences))
-        edited = {} if is_plain else self._edited_rows(logits, sequences)
+        rows = range(len(sequences)) if rows is None else rows
+        edited = {} if is_plain else self._edited_rows(logits, rows, sequences)
         if self._library is None:
-            rows = [edited.get(place, row) for place, row in enumerate(logits.numpy())]
-            tokens = _choose(rows, sequences)
+            every = logits.numpy()
+            tokens = _choose([edited.get(place, every[row]) for place, row in enumerate(rows)], sequences)
         elif is_plain:
-            tokens = self._library.sample(logits, edited)
+            tokens = self._library.sample(logits, rows, edited)
         else:
             packed = [sequence.packed_sampling or pack_sampling(sequence) for sequence in sequences]
-            tokens = self._library.sample(logits, edited, b"".join(packed), list(map(_NUM_TOKENS, sequences)))
+            tokens = self._library.sample(logits, rows, edited, b"".join(packed), list(map(_NUM_TOKENS, sequences)))
         if -1 in tokens:
             for token, sequence in zip(tokens, sequences, strict=True):
                 if token < 0:
@@ -67,14 +71,15 @@ class Sampler:
         if is_plain:
             return list(zip(tokens, repeat(None), strict=False))
         wanted = [
-            (row, top)
-            for row, sequence in enumerate(sequences)
-            if (top := sequence.sampling.logprobs) is not None and tokens[row] >= 0
+            (place, top)
+            for place, sequence in enumerate(sequences)
+            if (top := sequence.sampling.logprobs) is not None and tokens[place] >= 0
         ]
-        rows, tops = [row for row, _ in wanted], [top for _, top in wanted]
+        places, tops = [place for place, _ in wanted], [top for _, top in wanted]
         logprobs: list[TokenLogprob | None] = [None] * len(tokens)
-        for row, logprob in zip(rows, self.score(logits, rows, [tokens[row] for row in rows], tops), strict=True):
-            logprobs[row] = logprob
+        scores = self.score(logits, [rows[place] for place in places], [tokens[place] for place in places], tops)
+        for place, logprob in zip(places, scores, strict=True):
+            logprobs[place] = logprob
         return list(zip(tokens, logprobs, strict=True))
 
     def score(
@@ -90,11 +95,11 @@ class Sampler:
             for logprob, row_ids, row_tops, count in zip(logprobs, ids, tops, num_tops, strict=True)
         ]
 
-    def _edited_rows(self, logits: torch.Tensor, sequences: Rows[Sequence]) -> dict[int, Row]:
-        """Rows that their requests change, by index."""
+    def _edited_rows(self, logits: torch.Tensor, rows: Rows[int], sequences: Rows[Sequence]) -> dict[int, Row]:
+        """The logits of the sequences that change theirs, by their place."""
         return {
-            place: self._processors.process(logits[place].numpy(), sequence)
-            for place, sequence in enumerate(sequences)
+            place: self._processors.process(logits[row].numpy(), sequence)
+            for place, (row, sequence) in enumerate(zip(rows, sequences, strict=True))
             if sequence.edits_logits
         }
 

@@ -308,12 +308,11 @@ private:
     std::vector<double> weights_, run_weights_;
 };
 
-template <class Row>
-void sample(const Row& row, int64_t count, int64_t vocab, const Draw* draws, const int64_t* positions, int64_t* tokens,
-            int threads) {
+inline void sample(const float* const* rows, int64_t count, int64_t vocab, const Draw* draws, const int64_t* positions,
+                   int64_t* tokens, int threads) {
     parallel(count, threads, [&](int64_t i) {
         static thread_local RowSampler sampler;
-        tokens[i] = draws ? sampler.sample(row(i), vocab, draws[i], positions[i]) : sampler.sample(row(i), vocab, Draw{}, 0);
+        tokens[i] = draws ? sampler.sample(rows[i], vocab, draws[i], positions[i]) : sampler.sample(rows[i], vocab, Draw{}, 0);
     });
 }
 
