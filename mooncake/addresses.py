@@ -3,7 +3,13 @@ neither sockets nor gRPC."""
 
 from __future__ import annotations
 
+import codecs
+
 from mooncake.errors import InvalidRequest
+
+# Python encodes each host so that it connects to, and loads the codec for the first one. Two threads that try in vain,
+# for want of a file descriptor, would leave it unknown, and the process without new connections, for ever.
+codecs.lookup("idna")
 
 
 def join_address(host: str, port: int) -> str:

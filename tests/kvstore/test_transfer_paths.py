@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -373,3 +376,18 @@ def test_an_attachment_that_is_not_offered_is_refused_with_a_reason(served):
     with pytest.raises((PeerClosed, ConnectionError)):
         wire.receive(1, soon())
     wire.close()
+
+
+WITHOUT_FILES = """
+import kvstore.transfer.tcp
+from descriptors import no_file_descriptors
+with no_file_descriptors():
+    "somewhere".encode("idna")
+"""
+
+
+def test_a_host_can_be_named_with_no_file_descriptor_left() -> None:
+    """As each connection does. Two threads that load the codec in vain at once leave it unknown for ever."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run([sys.executable, "-c", WITHOUT_FILES], env=environment, capture_output=True)
+    assert (ran.returncode, ran.stderr.decode()) == (0, "")
