@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -20,6 +19,7 @@ from mooncake.sampling import Guide
 from mooncake.text.chat_template import ROLES, ChatMessage
 from mooncake.text.detokenizer import bad_word_tokens
 from mooncake.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
+from mooncake.threads import Threads
 from mooncake.types import TokenIds
 
 MAX_MESSAGES = 4096
@@ -55,7 +55,7 @@ class Prompts:
         self._capacity_tokens = capacity_tokens
         self._check_open = check_open
         self._guides = Guides(lambda: tokenizer, model.vocab_size)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+        self._threads = Threads(2, "tokenize")
 
     @property
     def context_len(self) -> int:

@@ -18,7 +18,6 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.checksum import Checksums
 from kvstore.client.calls import left_s
@@ -30,6 +29,7 @@ from kvstore.transfer.sockets import PeerClosed
 from kvstore.transfer.transport import NotAllowed, PathFailed
 from kvstore.waiting import to_its_end
 from mooncake.errors import DeadlineExceeded, InvalidRequest, StaleEpoch
+from mooncake.threads import Threads
 from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class FarStore:
         self._segment: SegmentAddress | None = None
         self._idle: list[KeyedWire] = []
         self._turn = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="store")  # one per turn: nobody queues
+        self._threads = Threads(MAX_CONNECTIONS, "store")  # one per turn: nobody queues
         self._is_prompt = True
         self._not_before_s = 0.0
         self._refusal = ""

@@ -10,7 +10,6 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from kvstore.board_reader import BoardReader, Outcome
@@ -21,6 +20,7 @@ from kvstore.client.types import Reservation, slot_to_wire
 from kvstore.transfer.protocol import Status
 from kvstore.waiting import to_its_end
 from mooncake.rpc import store_pb2 as pb
+from mooncake.threads import Threads
 from mooncake.types import SegmentAddress
 
 INLINE_BYTES = 4 << 20  # copying this much takes under a millisecond; switching threads takes a tenth of one
@@ -50,7 +50,7 @@ class NearStore:
     async def open(self, board_path: str) -> None:
         if not board_path or self.board is not None:
             return
-        opener = ThreadPoolExecutor(1, thread_name_prefix="board")  # its own thread: opening may take seconds
+        opener = Threads(1, "board")  # its own thread: opening may take seconds
         opening = asyncio.get_running_loop().run_in_executor(opener, BoardReader.open, board_path)
         try:
             await to_its_end(opening)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -28,6 +27,7 @@ from kvstore.transfer.shm import SegmentView
 from kvstore.transfer.sockets import time_left
 from kvstore.transfer.transport import PathFailed
 from mooncake.errors import ChecksumMismatch, InvalidRequest
+from mooncake.threads import Threads
 from mooncake.types import SegmentAddress
 
 BOXES_AHEAD = 4  # in flight while one is converted
@@ -69,7 +69,7 @@ class LayoutReader:
         self._transfer = transfer
         self._scratch = [np.zeros(BOX_BYTES, np.uint8) for _ in range(BOXES_AHEAD)]
         self._views: dict[tuple[str, int], SegmentView | None] = {}
-        self._helper = ThreadPoolExecutor(1, thread_name_prefix="layout")  # two threads saturate a machine's memory bus
+        self._helper = Threads(1, "layout")  # two threads saturate a machine's memory bus
 
     def read_blocks(
         self, plan: Plan, shards: Mapping[int, Shard], targets: Sequence[npt.NDArray[np.uint8] | None], deadline: float

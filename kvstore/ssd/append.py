@@ -12,7 +12,6 @@ import mmap
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +19,7 @@ from kvstore.ssd.index import SsdIndex
 from kvstore.ssd.log import Place, SsdLog
 from kvstore.ssd.record import MAX_DROPS, BlockHeader, Drop, block_size, header_size, pack_block, pack_drops
 from kvstore.ssd.stall import Stall
+from mooncake.threads import Threads
 from mooncake.types import BlockKey
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class SsdAppender:
         self._run_bytes: Counter[str] = Counter()  # by tenant: bytes of blocks in them
         self._drops_on_way: set[Drop] = set()  # taken from the index, and not yet durable
         self._refusals = 0  # consecutive ones of the disk: logged when they start and end
-        self._writers = ThreadPoolExecutor(RUNS_ON_WAY, thread_name_prefix="ssd-write")
+        self._writers = Threads(RUNS_ON_WAY, "ssd-write")
 
     @property
     def bytes_on_way(self) -> Counter[str]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
 from kvstore.ssd.index import SsdBlock
 from kvstore.ssd.log import BlockRead, SsdLog
 from mooncake.errors import KVLoadFailed
+from mooncake.threads import Threads
 
 READ_THREADS = 4
 MAX_READS_A_TRIP = 8
@@ -33,7 +33,7 @@ class SsdReads:
         self._log = log
         self._waiting: deque[_Reading] = deque()
         self._busy = 0  # threads
-        self._threads = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ssd-read")
+        self._threads = Threads(READ_THREADS, "ssd-read")
         self._is_closed = False
 
     def read(self, block: SsdBlock, into: memoryview) -> asyncio.Future[bool]:

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from typing_extensions import Buffer
 
@@ -36,6 +35,7 @@ from kvstore.transfer.shm import SegmentView, ShmTransport
 from kvstore.transfer.tcp import TcpTransport, connect_keyed
 from kvstore.transfer.transport import Caller, Priority, Transport
 from mooncake.errors import ConfigError, NodeUnavailable
+from mooncake.threads import Threads
 from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class TransferEngine:
         self._lock = threading.Lock()  # for the links
         self._links: OrderedDict[tuple[str, int], Link] = OrderedDict()  # one per incarnation, last used last
         self._past: list[TransportStats] = []  # of earlier incarnations of linked peers
-        self._helpers = ThreadPoolExecutor(_HELPER_THREADS, thread_name_prefix=f"{peer_id}-transfer")
+        self._helpers = Threads(_HELPER_THREADS, f"{peer_id}-transfer")
         self._watch = _Watch(self._live_links, self._sweep, min(forget_after_s, _SWEEP_S), f"{peer_id}-transfer-watch")
         self._closed = False
 

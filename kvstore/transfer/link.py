@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from kvstore.transfer.accounts import Accounts
 from kvstore.transfer.limiter import Pacer
@@ -21,6 +20,7 @@ from kvstore.transfer.schedule import Pace, Watch
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from kvstore.transfer.work import LoneWork, QueuedWork
 from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
+from mooncake.threads import Threads
 from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Link:
         address: SegmentAddress,
         transports: Sequence[Transport],
         caller: Caller,
-        helpers: ThreadPoolExecutor,
+        helpers: Threads,
         pacer: Pacer | None,
         retry_after_s: float,
         look_after: Callable[[], None],

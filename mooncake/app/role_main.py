@@ -25,6 +25,7 @@ from typing import Protocol, TypeVar
 from mooncake.app.flags import add_overrides
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, NodeUnavailable, Unauthenticated
+from mooncake.threads import Threads
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ def _program(name: str) -> str:
 
 
 async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
+    asyncio.get_running_loop().set_default_executor(Threads(name="aside"))
     hard_end, started = HardEnd(), False
 
     def on_signal() -> None:

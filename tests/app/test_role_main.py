@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROLE = textwrap.dedent(
     """
-    import asyncio, atexit, subprocess
+    import asyncio, atexit, subprocess, threading
     from mooncake.app.role_main import run_role
     from mooncake.errors import ModelError, NodeUnavailable, StaleEpoch
 
@@ -39,6 +39,9 @@ ROLE = textwrap.dedent(
             if self.mode == "slow":
                 print("starting", flush=True)
                 await asyncio.sleep(600)
+            if self.mode == "crowded":
+                threading.stack_size(1 << 46)  # more than there is address space: no thread can be started
+                await asyncio.to_thread(print, "aside", flush=True)
             print("on", flush=True)
 
         async def wait_fatal(self):
@@ -160,3 +163,8 @@ def test_a_node_does_not_outlive_its_launcher() -> None:
     while is_running(child):
         assert time.monotonic() < deadline, "the node outlived its launcher"
         time.sleep(0.05)
+
+
+def test_what_runs_beside_the_event_loop_runs_where_no_thread_can_be_started() -> None:
+    with lamp("--set", "model.name=crowded") as process:
+        assert [said(process), said(process)] == ["aside", "on"]

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from descriptors import no_more_threads
 
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
@@ -160,3 +161,15 @@ async def test_a_disk_that_reads_nothing_does_not_fill_the_log(
             store.release([(await store.acquire([key(number)])).lease_id])
         assert store.counters["ssd_read_errors"] == 100
         assert len(caplog.records) == 7  # the 1st, 2nd, 4th, … 64th
+
+
+async def test_blocks_are_read_where_no_thread_can_be_started(tmp_path: Path) -> None:
+    async with store_on(FailingDisk(), tmp_path) as (store, segment):
+        for number in range(6):
+            assert await put(store, segment, number)
+        ssd, into = store.ssd, [memoryview(bytearray(BLOCK)) for _ in range(6)]
+        assert ssd is not None
+        with no_more_threads():
+            async with asyncio.timeout(10):
+                await asyncio.gather(*(ssd.load(key(number), into[number]) for number in range(6)))
+        assert [set(block) for block in into] == [{number} for number in range(6)]
