@@ -70,7 +70,6 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         give_way(config.node.nice)
         raise_file_limit()
         run_async(_serve(name, build(config), STOP_GRACE_S + config.node.drain_s))
-        _end_at_once()
     except (ConfigError, ModelError, Unauthenticated) as error:
         _leave(name, error, 2)
     except MooncakeError as error:
@@ -149,11 +148,13 @@ async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
             await _stop(node, started)
             if asked_to_stop.is_set() and not started:
                 _end_at_once()
+        _end_at_once()
 
 
 def _end_at_once() -> None:
     """Exit now with 0, once the node has stopped: a normal exit would wait for threads that compile kernels or read
-    weights, and take the interpreter apart, with torch for longer than the node takes to stop."""
+    weights, take the interpreter apart, with torch for longer than the node takes to stop, and need file descriptors to
+    close the event loop, which may be what is short."""
     logging.shutdown()
     with contextlib.suppress(OSError):  # nobody reads it any more
         sys.stdout.flush()

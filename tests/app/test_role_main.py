@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -168,3 +169,13 @@ def test_a_node_does_not_outlive_its_launcher() -> None:
 def test_what_runs_beside_the_event_loop_runs_where_no_thread_can_be_started() -> None:
     with lamp("--set", "model.name=crowded") as process:
         assert [said(process), said(process)] == ["aside", "on"]
+
+
+def test_a_node_without_file_descriptors_stops_cleanly() -> None:
+    with lamp() as process:
+        assert said(process) == "on"
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (0, 0))
+        process.terminate()
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out) == (0, "off\n")
+        assert "Traceback" not in err
