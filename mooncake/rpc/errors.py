@@ -70,6 +70,7 @@ def handshake_trouble(error: grpc.RpcError) -> str:
 
 
 _NOT_GRPC = "Received http2 header with status"  # such as a proxy's
+_CANCELLED_HERE = "Locally cancelled by application!"
 
 
 def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
@@ -83,6 +84,8 @@ def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and CODE_KEY not in metadata:  # gRPC: "Stream removed (…)"
         message = "no answer came in the time that the call allows"
     cls = _BY_CODE.get(metadata.get(CODE_KEY, "")) or _BY_STATUS.get(error.code(), errors.InternalError)
+    if error.code() is grpc.StatusCode.CANCELLED and CODE_KEY not in metadata and message != _CANCELLED_HERE:
+        cls, message = errors.NodeUnavailable, "it has cut the call off, and probably stops"
     if CODE_KEY not in metadata and peer:
         message = f"{peer}: {message}"
     if issubclass(cls, errors.Overloaded):

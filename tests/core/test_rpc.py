@@ -301,6 +301,26 @@ async def test_a_client_that_goes_away_ends_a_call_within_a_second(live: Live) -
     await live.quiet()
 
 
+async def test_a_call_that_the_other_side_cuts_off_finds_it_unavailable() -> None:
+    """As gRPC does with calls that come in the moment in which a server stops."""
+
+    class Stopping(inference_pb2_grpc.InferenceServicer):
+        async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
+            return await context.abort(grpc.StatusCode.CANCELLED)
+
+    server = grpc.aio.server()
+    inference_pb2_grpc.add_InferenceServicer_to_server(Stopping(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(), timeout=10)
+    await server.stop(0)
+    told = error_from_rpc(failed.value, address)
+    assert isinstance(told, errors.NodeUnavailable)
+    assert told.message == f"{address}: it has cut the call off, and probably stops"
+
+
 async def test_a_message_beyond_the_limit_is_refused_not_taken_in(live: Live) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await live.stub.Tokenize(pb.TokenizeRequest(text="x" * (MAX_MESSAGE_BYTES + 1)), timeout=20)
