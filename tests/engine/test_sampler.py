@@ -356,6 +356,22 @@ def test_the_library_draws_what_the_definition_draws(
     assert library == definition
 
 
+@pytest.mark.parametrize("way", ["library", "definition"])
+def test_rows_are_sampled_where_they_are(way: str) -> None:
+    """As those of several answers to one prompt, or of drafts, whose rows are not one for each sequence in order."""
+    sampler = LIBRARY if way == "library" else DEFINITION
+    logits, rows = torch.from_numpy(np.stack([random_logits(row) for row in range(5)])), [3, 3, 0, 4]
+    samplings = [
+        SamplingParams(temperature=1.0, seed=1),
+        SamplingParams(temperature=0.0, logprobs=3),
+        SamplingParams(temperature=0.7, top_p=0.9, seed=3, logprobs=0),
+        SamplingParams(temperature=0.0, logit_bias=((7, 100.0),)),
+    ]
+    there = sampler.sample(logits, [sequence_with(sampling) for sampling in samplings], rows)
+    assert there == sampler.sample(logits[rows], [sequence_with(sampling) for sampling in samplings])
+    assert there[1][0] == int(logits[3].argmax()) and there[3][0] == 7
+
+
 def test_the_library_cuts_a_flat_distribution_of_a_large_vocabulary() -> None:
     """More candidates than top-p looks at first."""
     logits = np.random.default_rng(3).standard_normal(50_000).astype(np.float32) * 0.01
