@@ -89,7 +89,7 @@ class RdmaExporter:
         with self._lock:
             return self._bytes_in + sum(each.bytes_in for each in self._attachments)
 
-    def attach(self, request: bytes) -> RdmaAttachment:
+    def attach(self, request: bytes, on_broken: Callable[[], object]) -> RdmaAttachment:
         """Connect a queue pair to the peer's. Raises InvalidRequest, or PathFailed."""
         try:
             peer = Endpoint.unpack(request)
@@ -98,7 +98,7 @@ class RdmaExporter:
         if not self._pinned.wait(PIN_TIMEOUT_S) or self._failure or self._closing:
             raise PathFailed(self._failure or "the segment is not registered")
         try:
-            attachment = RdmaAttachment(self, peer)
+            attachment = RdmaAttachment(self, peer, on_broken)
         except VerbsFailed as error:
             raise PathFailed(str(error)) from None
         with self._lock:
@@ -164,15 +164,16 @@ class RdmaExporter:
 class RdmaAttachment:
     """One peer's queue pair. Its own thread answers the peer's requests for windows."""
 
-    def __init__(self, exporter: RdmaExporter, peer: Endpoint) -> None:
-        """Raises VerbsFailed."""
+    def __init__(self, exporter: RdmaExporter, peer: Endpoint, on_broken: Callable[[], object]) -> None:
+        """``on_broken`` is called when the queue pair has broken, which the peer cannot notice by itself: on the
+        thread of the attachment, or of ``close_windows``. Raises VerbsFailed."""
         self.bytes_in = 0
         self._exporter = exporter
         self._windows: dict[int, tuple[int, Window]] = {}  # block -> (epoch, window)
         self._lock = threading.Lock()  # for the windows: whoever opens one must see an earlier revoke
         self._closing = threading.Event()
         self._closed = False
-        self._on_broken: Callable[[], object] | None = None
+        self._on_broken = on_broken
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._messages: npt.NDArray[np.uint8] = np.zeros(2 * MESSAGE_BYTES, np.uint8)
         self._registered: list[Registration] = []
@@ -194,19 +195,6 @@ class RdmaAttachment:
         self._thread = threading.Thread(target=self._serve, name="rdma-peer", daemon=True)
         self._thread.start()
 
-    @property
-    def on_broken(self) -> Callable[[], object] | None:
-        """Called once, on our thread, when the queue pair has broken: the peer cannot notice that by itself."""
-        return self._on_broken
-
-    @on_broken.setter
-    def on_broken(self, callback: Callable[[], object] | None) -> None:
-        with self._lock:
-            self._on_broken = callback
-            is_late = self._closed
-        if is_late and callback is not None:
-            callback()
-
     def close(self) -> None:
         self._closing.set()
         with self._lock:
@@ -226,8 +214,7 @@ class RdmaAttachment:
         except VerbsFailed as error:
             log.warning("%s; closing the peer's queue pair", error)
             self.close()  # on its own thread, the only one that may touch it
-            if self._on_broken is not None:
-                self._on_broken()
+            self._on_broken()
 
     def _serve(self) -> None:
         pair = self._queue_pair
@@ -241,7 +228,7 @@ class RdmaAttachment:
         finally:
             self._dismantle()
             self._exporter._ended(self)
-            if self._on_broken is not None and not self._closing.is_set():
+            if not self._closing.is_set():
                 self._on_broken()
 
     def _handle(self, completion: Completion, pair: QueuePair) -> None:

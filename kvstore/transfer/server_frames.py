@@ -144,9 +144,9 @@ class FrameServer:
         try:
             if exporter is None:
                 raise PathFailed("it is not offered here")
-            connection.attachment = exporter.attach(request)
-            # It may be well and attach again. Until it ends this connection it is not gone, with all that it writes.
-            connection.attachment.on_broken = connection.wire.say_end
+            # Broken, the peer may be well and attach again. Until it ends this connection it is not gone, with all that
+            # it writes.
+            connection.attachment = exporter.attach(request, on_broken=connection.wire.say_end)
             status, answer = Status.OK, connection.attachment.reply
         except (PathFailed, MooncakeError) as error:
             log.warning("segment of %s: cannot attach %s by %s: %s", self._node_id, connection.peer, name, error)

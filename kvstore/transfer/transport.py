@@ -175,9 +175,6 @@ class Transport(Protocol):
 class Attachment(Protocol):
     """The owner's end of a path that a peer set up over a TCP connection; it lives as long as that connection."""
 
-    on_broken: Callable[[], object] | None
-    """Called once when it can carry no more, from any thread, and at once when it was so before. It must not block."""
-
     @property
     def reply(self) -> bytes:
         """What the peer needs to continue, at most MAX_ATTACH_BYTES."""
@@ -196,9 +193,10 @@ class Exporter(Protocol):
         """As in ``transfer.transports``."""
         ...
 
-    def attach(self, request: bytes) -> Attachment:
-        """``request`` comes from the peer's ``Transport.open``, unchecked. Raises InvalidRequest, or PathFailed when
-        it is impossible. Called on the connection's thread."""
+    def attach(self, request: bytes, on_broken: Callable[[], object]) -> Attachment:
+        """``request`` comes from the peer's ``Transport.open``, unchecked. ``on_broken`` is called, on any thread, when
+        the attachment can carry no more, and must not block. Raises InvalidRequest, or PathFailed when it is
+        impossible. Called on the connection's thread."""
         ...
 
     @property
