@@ -60,17 +60,13 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> pb.FetchResponse:  # noqa: N802
         keys = _checked_keys(request.keys)
         deadline = time.monotonic() + remaining_s(context, DEFAULT_TIMEOUT_S)
-        source = StoreClient(check_address(request.source), self._transfer, self._channels)
         copied = 0
-        try:
-            async with self._turns:
-                for first in range(0, len(keys), BLOCKS_A_TURN):
-                    turn = keys[first : first + BLOCKS_A_TURN]
-                    copied += await self._copy(source, turn, keys[first - 1] if first else b"", deadline)
-                    if not all(self._store.exists(turn)):
-                        break
-        finally:
-            await source.close()
+        async with StoreClient(check_address(request.source), self._transfer, self._channels) as source, self._turns:
+            for first in range(0, len(keys), BLOCKS_A_TURN):
+                turn = keys[first : first + BLOCKS_A_TURN]
+                copied += await self._copy(source, turn, keys[first - 1] if first else b"", deadline)
+                if not all(self._store.exists(turn)):
+                    break
         held = next((at for at, there in enumerate(self._store.exists(keys)) if not there), len(keys))
         return pb.FetchResponse(held=held, copied=copied)
 

@@ -1,6 +1,6 @@
 """The client of one store: puts and gets blocks of bytes by key, without superfluous copies, and verifies them.
 
-    async with await StoreClient.connect("127.0.0.1:50060") as store:
+    async with StoreClient("127.0.0.1:50060", transfer, channels) as store:
         await store.put(key, data)
         assert await store.get(key) == data
 
@@ -11,7 +11,6 @@ all errors are those of ``mooncake.errors``.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -19,12 +18,12 @@ from typing import cast
 
 from typing_extensions import Buffer
 
-from kvstore.block_names import checked_key, checked_tenant
+from kvstore.block_names import checked_key
 from kvstore.checksum import Checksums, checksums_of, first_mismatch
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
 from kvstore.client.far import PROMPT_BYTES
 from kvstore.client.ranges import StoreRanges
-from kvstore.client.shortcuts import Shortcuts, allowed_shortcuts
+from kvstore.client.shortcuts import Shortcuts
 from kvstore.client.types import StoreStats, in_batches, renumbered, room_in, stats_from_wire
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import ReadRange, WriteRange
@@ -50,52 +49,21 @@ class StoreClient:
         copies_inline: bool = False,
         is_keyed: bool = False,
     ) -> None:
-        """``address`` is the store's gRPC address. The engine and the channels are shared and closed by their owner;
-        ``connect`` makes a client with its own. Stored blocks count against the quota of ``tenant``. With
-        ``copies_inline``, blocks of a store on this host are read in place, and short copies run on the event loop;
-        not for an engine that must not use shared memory. With ``is_keyed``, whole blocks of remote stores are read
-        and put over TCP in one message. Neither is for a rate-limited engine."""
+        """``address`` is the store's gRPC address. The engine and the channels are shared and closed by their owner.
+        Stored blocks count against the quota of ``tenant``. With ``copies_inline``, blocks of a store on this host are
+        read in place, and short copies run on the event loop; not for an engine that must not use shared memory. With
+        ``is_keyed``, whole blocks of remote stores are read and put over TCP in one message. Neither is for a
+        rate-limited engine."""
         self.address = address
         self._calls = StoreCalls(address, channels, transfer.writer_id)
         self.shortcuts = Shortcuts(transfer, self._calls, tenant, copies_inline, is_keyed)
         self.ranges = StoreRanges(transfer, self._calls, self.shortcuts, tenant, copies_inline)
-        self._owned = contextlib.AsyncExitStack()
-
-    @classmethod
-    async def connect(
-        cls,
-        address: str,
-        *,
-        name: str = "client",
-        transports: tuple[str, ...] = ("shm", "tcp"),
-        streams: int = 2,
-        max_mb_per_s: float = 0.0,
-        tenant: str = "",
-        secret: str = "",
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> StoreClient:
-        """A client with its own transfer engine, once the store answers. ``secret`` is the content of the store's
-        ``transfer.secret_file``. Raises NodeUnavailable when it does not answer, and InvalidRequest when the secret
-        is wrong or the tenant's name too long."""
-        checked_tenant(tenant)
-        transfer = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip())
-        channels = Channels()
-        client = cls(address, transfer, channels, tenant, *allowed_shortcuts(transports, max_mb_per_s))
-        client._owned.push_async_callback(channels.close)
-        client._owned.callback(transfer.close)
-        try:
-            await client.knock(timeout_s=timeout_s)
-        except BaseException:
-            await client.close()
-            raise
-        return client
 
     async def close(self) -> None:
-        """Ends background work, and closes what ``connect`` opened."""
+        """Ends background work."""
         self.shortcuts.return_slots()
         await self._calls.close()
         self.shortcuts.close()
-        await self._owned.aclose()
 
     async def __aenter__(self) -> StoreClient:
         return self

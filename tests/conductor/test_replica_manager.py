@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from store_alone import connect_store
 from waiting import until
 
 from conductor.core import Core
@@ -58,7 +59,7 @@ async def pool() -> AsyncIterator[Pool]:
     stores = [StoreNode(config, BLOCK_BYTES, join_cluster=False) for _ in range(2)]
     for store in stores:
         await store.start()
-    clients = [await StoreClient.connect(store.control_address) for store in stores]
+    clients = [await connect_store(store.control_address) for store in stores]
     rng = np.random.default_rng(0)
     blocks = [rng.bytes(BLOCK_BYTES) for _ in KEYS]
     names = list(zip(KEYS, [b"", *KEYS], strict=False))

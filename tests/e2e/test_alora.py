@@ -14,11 +14,11 @@ import pytest
 from drive import status
 from greedy import greedy
 from live import running_cluster, small_config
+from store_alone import connect_store
 from tiny_lora import activated, write_adapter
 from tiny_model import write_tiny_model
 
 from conductor.node import model_facts
-from kvstore.client.store_client import StoreClient
 from mooncake.adapters import open_adapter
 from mooncake.app.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
@@ -106,7 +106,7 @@ async def until_stored(cluster: LocalCluster, keys: list[Any]) -> None:
     async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
         nodes = (await status(channel)).nodes
     address = next(node.info.control_address for node in nodes if node.info.role == "store")
-    async with await StoreClient.connect(address) as store, asyncio.timeout(20):
+    async with await connect_store(address) as store, asyncio.timeout(20):
         while not all(await store.exists(keys)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 

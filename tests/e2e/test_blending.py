@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from drive import ask, status, wait_idle
 from reference import check_greedy
+from store_alone import connect_store
 
 from conductor.node import model_facts
-from kvstore.client.store_client import StoreClient
 from mooncake.app.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
@@ -71,7 +71,7 @@ async def test_known_chunks_are_blended_and_never_published(share: float) -> Non
     ):
         nodes = (await status(channel)).nodes
         address = next(node.info.control_address for node in nodes if node.info.node_id.startswith("store"))
-        async with await StoreClient.connect(address) as store:
+        async with await connect_store(address) as store:
 
             async def num_stored(seed: bytes, tokens: list[int]) -> int:
                 keys = extend_chain(seed, np.array(tokens, np.uint32), BLOCK_TOKENS)

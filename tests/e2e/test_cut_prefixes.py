@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from drive import Answer, ask, status, wait_idle
 from reference import check_greedy
+from store_alone import connect_store
 
 from conductor.node import model_facts
 from kvstore.client.store_client import StoreClient
@@ -120,7 +121,7 @@ async def running(config: Config) -> AsyncIterator[Pool]:
     ):
         nodes = (await status(channel)).nodes
         address = next(node.info.control_address for node in nodes if node.info.node_id.startswith("store"))
-        async with await StoreClient.connect(address) as client:
+        async with await connect_store(address) as client:
             yield Pool(cluster.config, channel, client)
 
 

@@ -13,8 +13,8 @@ import pytest
 from drive import ask, status, wait_idle
 from live import small_config
 from reference import check_greedy
+from store_alone import connect_store
 
-from kvstore.client.store_client import StoreClient
 from mooncake.app.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
@@ -52,7 +52,7 @@ async def test_a_cluster_reads_what_anothers_prompts_and_answers_left(tmp_path: 
             layout = checkpoint.kv_layout(BLOCK_TOKENS, "float32", (10,))
             seed = chain_seed(kv_fingerprint(checkpoint.digest, layout))
             keys = extend_chain(seed, np.array(turn, np.uint32), BLOCK_TOKENS)[:4]
-            async with await StoreClient.connect(pool) as store:
+            async with await connect_store(pool) as store:
                 await wait_idle(theirs)
                 assert await store.exists(keys) == [True] * 4
 

@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from store_alone import connect_store
 
 from kvstore.client.calls import LOOK_AGAIN_S, StoreCalls
-from kvstore.client.store_client import StoreClient
 from kvstore.client.types import Reservation
 from kvstore.fast_rpc import MAX_CALLS, MAX_FRAMES, FastRpc, FastRpcServer
 from kvstore.node import StoreNode
@@ -41,7 +41,7 @@ async def node() -> AsyncIterator[StoreNode]:
 
 
 async def test_errors_arrive_as_they_were_raised(node: StoreNode) -> None:
-    async with await StoreClient.connect(node.control_address) as client:
+    async with await connect_store(node.control_address) as client:
         assert client._calls.fast_rpc is not None and client._calls.fast_rpc.is_open
         with pytest.raises(InvalidRequest, match="do not fit") as caught:
             await client.put(b"k", bytes(BLOCK + 1))
@@ -69,7 +69,7 @@ def test_parts_of_an_error_make_the_same_error(error: MooncakeError) -> None:
 
 
 async def test_without_it_grpc_carries_on_until_it_is_back(node: StoreNode) -> None:
-    async with await StoreClient.connect(node.control_address) as client:
+    async with await connect_store(node.control_address) as client:
         assert client._calls.fast_rpc is not None
         client._calls.fast_rpc.abort()  # as if the network had cut it
         with pytest.raises(NodeUnavailable):  # whatever was on its way
@@ -155,7 +155,7 @@ async def test_one_that_broke_is_looked_for_now_and_then_and_found_elsewhere(
 
 async def test_garbage_ends_the_connection_and_nothing_else(node: StoreNode) -> None:
     rng = random.Random(0)
-    async with await StoreClient.connect(node.control_address) as client:
+    async with await connect_store(node.control_address) as client:
         await client.put(b"k", b"bytes")
         response = await client._calls.stub.Stats(store_pb2.StatsRequest())
         for _ in range(30):

@@ -17,7 +17,6 @@ import torch
 
 import kvstore
 from kvstore.checksum import range_checksums
-from kvstore.client.store_client import StoreClient
 from mooncake.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, OutOfBlocks
 
 BLOCK = 1 << 20
@@ -360,11 +359,10 @@ async def test_stores_with_a_secret_take_clients_that_know_it(keep, tmp_path, ca
     address = keep(8, f'transfer.secret_file="{tmp_path / "secret"}"').greeting["control"]
     async with await kvstore.Client.connect(address, transports=("tcp",), secret="open sesame") as pool:
         assert await pool.put("k", data(1)) and await pool.get("k") == data(1)
-    for connect in (kvstore.Client.connect, StoreClient.connect):
-        for wrong in ("", "please"):
-            with pytest.raises(InvalidRequest, match=r"another transfer\.secret_file") as caught:
-                await connect(address, transports=("tcp",), secret=wrong)
-            assert caught.value.param == "secret"
+    for wrong in ("", "please"):
+        with pytest.raises(InvalidRequest, match=r"another transfer\.secret_file") as caught:
+            await kvstore.Client.connect(address, transports=("tcp",), secret=wrong)
+        assert caught.value.param == "secret"
     caplog.clear()
     async with await kvstore.Client.connect(address) as near:  # the same user on the same host needs none
         for number in range(4):

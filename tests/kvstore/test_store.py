@@ -15,7 +15,9 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from store_alone import connect_store
 
+import kvstore
 from kvstore.checksum import range_checksums
 from kvstore.client.store_client import StoreClient
 from kvstore.fast_rpc import FastRpc
@@ -50,7 +52,7 @@ def keep(start_actor: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def join(store: Any, transport: str = "shm", **options: Any) -> StoreClient:
-    return await StoreClient.connect(store.greeting["control"], transports=(transport,), **options)
+    return await connect_store(store.greeting["control"], transports=(transport,), **options)
 
 
 def data(seed: int, size: int = BLOCK) -> bytes:
@@ -87,7 +89,7 @@ async def test_a_key_that_is_too_short_or_too_long_is_refused_whatever_it_is_for
 async def test_a_tenant_has_a_name_of_128_bytes_at_most(keep, transport):
     store = keep()
     with pytest.raises(InvalidRequest, match="a tenant's name has at most 128 bytes"):
-        await join(store, transport, tenant="é" * 65)
+        await kvstore.Client.connect(store.greeting["control"], transports=(transport,), tenant="é" * 65)
     async with await join(store, transport, tenant="é" * 64) as client:
         assert await client.put(name(1), data(1))
 
@@ -553,7 +555,7 @@ async def test_many_clients_at_once_leave_clean_accounts(keep):
 
 async def test_nobody_there_is_one_clear_error():
     with pytest.raises(NodeUnavailable):
-        await StoreClient.connect("127.0.0.1:1", timeout_s=2.0)
+        await connect_store("127.0.0.1:1", timeout_s=2.0)
 
 
 @pytest.mark.parametrize(

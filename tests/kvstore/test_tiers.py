@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from store_alone import connect_store
 
 import kvstore
 from kvstore.checksum import checksum, range_checksums
@@ -73,7 +74,7 @@ def damage(path: Path, offset: int) -> None:
 
 
 async def join(node: StoreNode, **options: Any) -> StoreClient:
-    return await StoreClient.connect(node.control_address, **options)
+    return await connect_store(node.control_address, **options)
 
 
 async def test_more_than_fits_dram_is_kept_and_read_back(tmp_path: Path) -> None:
