@@ -59,11 +59,6 @@ class PageGroups:
         return max(self.rows_of(layer)[1].stop for layer in range(len(self.places)))
 
     @property
-    def num_empty_rows(self) -> int:
-        """In all pages of one block: the waste where numbers of rows do not divide."""
-        return self.num_groups * self.num_rows - sum(self.rows or [1] * len(self.places)) if self.places else 0
-
-    @property
     def name(self) -> str:
         """Part of the names of all KV with this layout; empty where a page is a block."""
         of_rows = f" {self.rows}" if self.rows else ""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from empty_rows import num_empty_rows
 from safetensors.torch import load_file, save_file
 from tiny_families import VOCAB, Published
 from tiny_gemma4 import GEMMA3N, GEMMA4, LARGE, MIXTURE, WHOLE, text
@@ -77,7 +78,7 @@ def test_an_engine_keeps_windows_and_finds_prefixes(family: str, settings: dict[
     coded = settings.get("kv_dtype") == "int8"
     with LLM(str(tmp_path), **options, kv_dtype=settings.get("kv_dtype", "auto")) as llm:
         groups = llm.engine.config.groups
-        assert (groups.windows, groups.rows, groups.num_rows, groups.num_empty_rows) == GROUPS[family]
+        assert (groups.windows, groups.rows, groups.num_rows, num_empty_rows(groups)) == GROUPS[family]
         found = [answer.token_ids for answer in llm.generate(PROMPTS, sampling)]
         assert coded or found == folder.greedy_all(PROMPTS, found)
         turns = [[*prompt, *answer, 7] for prompt, answer in zip(PROMPTS, found, strict=True)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from empty_rows import num_empty_rows
 from greedy import greedy
 from safetensors.torch import load_file, save_file
 from tiny_hybrid import (
@@ -290,7 +291,7 @@ def test_large_blocks_waste_nothing(block_tokens: int, rows_of_state: int, num_g
     block = block_layout(config, block_tokens, "bfloat16")
     groups = groups_of(config, config.max_model_len, block)
     assert config.recurrence is not None and config.recurrence.state_bytes == 2_195_456
-    assert (max(groups.rows, default=1), groups.num_groups, groups.num_empty_rows) == (
+    assert (max(groups.rows, default=1), groups.num_groups, num_empty_rows(groups)) == (
         rows_of_state,
         num_groups,
         num_empty,
