@@ -43,9 +43,7 @@ class CpuKernels:
         declare(library)
         self.library = library
         self.weight_memory = WeightMemory()
-        unit = activation_unit(library)
-        self.rounds_activations = unit > 0  # to bfloat16, for products with bfloat16 weights or keys
-        self.has_matrix_unit = unit == ROW_UNIT
+        self.has_matrix_unit = activation_unit(library) == ROW_UNIT
         self._paged_attention = library.mc_paged_attention
         self._rope_write_kv = library.mc_rope_write_kv
         self._copy_turned = library.mc_copy_turned

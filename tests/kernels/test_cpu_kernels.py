@@ -13,7 +13,7 @@ import torch
 from mooncake.kernels import Kernels, reference, warn_of_unused_units
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import load_library
-from mooncake.kernels.cpu_library import check_mirrors
+from mooncake.kernels.cpu_library import activation_unit, check_mirrors
 from mooncake.kernels.cpu_threads import threads_for
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.pages import layer_pages
@@ -83,7 +83,7 @@ class Ragged:
         dtype = self.cache_layer.dtype
         if dtype is not torch.float32 and cpu.has_matrix_unit:
             return TILE_TOLERANCE
-        return LANE_TOLERANCE if dtype is torch.bfloat16 and cpu.rounds_activations else TOLERANCE
+        return LANE_TOLERANCE if dtype is torch.bfloat16 and activation_unit(cpu.library) else TOLERANCE
 
     def without_what_is_before(self, window: int) -> Ragged:
         """Tables with an unwritten block instead of those before what all queries see."""
@@ -585,9 +585,9 @@ def test_linear_is_the_reference(
     for num_tokens in (1, 2, 12, 13, 100):
         hidden = torch.randn(num_tokens, inputs)
         hidden[0, :] *= 0 if num_tokens == 2 else 3
-        if dtype is torch.bfloat16 and not coding and cpu.rounds_activations:
+        if dtype is torch.bfloat16 and not coding and activation_unit(cpu.library):
             hidden = hidden.bfloat16().float()
-        if dtype is torch.bfloat16 and coding == "int8" and cpu.rounds_activations:
+        if dtype is torch.bfloat16 and coding == "int8" and activation_unit(cpu.library):
             hidden = in_16_bits(hidden)
         expected = defined(hidden)
         torch.testing.assert_close(ours(hidden), expected, rtol=1e-5, atol=1e-5)
@@ -769,7 +769,7 @@ def test_a_mixture_of_experts_is_the_reference(
     """The largest number of tokens has more pairs than are held at once."""
     mixture = Mixture.random(dtype, tokens, hidden, inner, biased=bounds is not None)
     expected, actual = mixture.by(reference, bounds), mixture.by(cpu, bounds)
-    tolerance = LANE_TOLERANCE if dtype is torch.bfloat16 and cpu.rounds_activations else 1e-5
+    tolerance = LANE_TOLERANCE if dtype is torch.bfloat16 and activation_unit(cpu.library) else 1e-5
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
