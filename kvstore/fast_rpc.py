@@ -211,23 +211,21 @@ class _Caller(_Frames):
 class FastRpcServer:
     """Listens beside the gRPC server, on the same loop."""
 
-    def __init__(self, servicer: Servicer, max_callers: int = MAX_CALLERS) -> None:
-        self._servicer = servicer
-        self._max_callers = share_of_files(max_callers)
-        self._callers: set[_Caller] = set()
-        self._server: asyncio.Server | None = None
+    def __init__(self, listener: asyncio.Server, callers: set[_Caller]) -> None:
+        """Use ``start``."""
+        self._listener = listener
+        self._callers = callers
 
-    async def start(self, host: str) -> int:
-        """Returns the port. Raises OSError."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(
-            lambda: _Caller(self._servicer, self._callers, self._max_callers), host, 0
-        )
-        return int(self._server.sockets[0].getsockname()[1])
+    @classmethod
+    async def start(cls, sock: socket.socket, servicer: Servicer, max_callers: int = MAX_CALLERS) -> FastRpcServer:
+        """At this socket, which is bound. Raises OSError."""
+        callers: set[_Caller] = set()
+        most = share_of_files(max_callers)
+        listener = await asyncio.get_running_loop().create_server(lambda: _Caller(servicer, callers, most), sock=sock)
+        return cls(listener, callers)
 
     async def stop(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._listener.close()
         for caller in list(self._callers):
             caller.abort()
 

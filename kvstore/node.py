@@ -24,6 +24,7 @@ from kvstore.store import Store
 from kvstore.tiers import TierRules
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.server_connection import Put
+from kvstore.transfer.sockets import bound_to
 from kvstore.wire_puts import LOOK_S, WirePuts
 from mooncake.addresses import join_address
 from mooncake.config import Config, transfer_secret
@@ -156,7 +157,9 @@ class StoreNode:
         config, cleanup = self.config, self._cleanup
         server = RpcServer()
         board_path = self._open_door(board) if board is not None and "shm" in config.transfer.transports else ""
-        servicer = StoreServicer(self._store, self._segment_server.address, board_path)
+        fast_rpc_socket = cleanup.enter_context(bound_to(config.node.host))
+        fast_rpc_port = int(fast_rpc_socket.getsockname()[1])
+        servicer = StoreServicer(self._store, self._segment_server.address, board_path, fast_rpc_port)
         server.add(store_pb2_grpc.add_StoreServicer_to_server, servicer, "mooncake.v1.Store")
         server.add(
             common_pb2_grpc.add_CacheEventsServicer_to_server, CacheEventsServicer(events), "mooncake.v1.CacheEvents"
@@ -167,9 +170,8 @@ class StoreNode:
         port = await server.start(config.node.host, config.node.port)
         cleanup.push_async_callback(server.stop)
         cleanup.callback(events.end)
-        fast_rpc = FastRpcServer(servicer)
+        fast_rpc = await FastRpcServer.start(fast_rpc_socket, servicer)
         cleanup.push_async_callback(fast_rpc.stop)
-        servicer.fast_rpc_port = await fast_rpc.start(config.node.host)
         self.control_address = join_address(config.node.reached_at, port)
 
     async def _join(self) -> None:

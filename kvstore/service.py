@@ -29,12 +29,13 @@ Context = grpc.aio.ServicerContext[object, object]
 class StoreServicer(store_pb2_grpc.StoreServicer):
     """Runs on the store's event loop."""
 
-    def __init__(self, store: Store, address: SegmentAddress, board_path: str) -> None:
-        """``board_path``: where clients on this host get the board; "": nowhere."""
+    def __init__(self, store: Store, address: SegmentAddress, board_path: str, fast_rpc_port: int) -> None:
+        """``board_path``: where clients on this host get the board; "": nowhere. ``fast_rpc_port``: where this is also
+        served by fast RPC."""
         self._store = store
         self._segment = segment_to_wire(address)
         self._board_path = board_path
-        self.fast_rpc_port = 0  # set by whoever also serves this by fast RPC
+        self._fast_rpc_port = fast_rpc_port
 
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:  # noqa: N802
         _check_count(len(request.blocks))
@@ -128,7 +129,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
             ssd_capacity_bytes=ssd.index.capacity_bytes if ssd else 0,
             pins=self._store.num_pinned,
             tenant_bytes=self._store.tenant_bytes,
-            fast_rpc_port=self.fast_rpc_port,
+            fast_rpc_port=self._fast_rpc_port,
             board_path=self._board_path,
             segment=self._segment,
         )

@@ -27,7 +27,7 @@ from kvstore.transfer.native_owner import Listing, NativeConnection, NativeOwner
 from kvstore.transfer.protocol import ProtocolViolation, Status
 from kvstore.transfer.server_connection import Counts, Put, ServerConnection, ServerStats
 from kvstore.transfer.server_frames import FrameServer
-from kvstore.transfer.sockets import Wire, tune
+from kvstore.transfer.sockets import Wire, bound_to, tune
 from kvstore.transfer.transport import Exporter, PathFailed
 from mooncake.addresses import join_address
 from mooncake.errors import ConfigError, DeadlineExceeded
@@ -339,12 +339,9 @@ class SegmentServer:
 
 def _tcp_listener(host: str) -> socket.socket:
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.bind(address)
+        return bound_to(host)
     except OSError as error:
         raise ConfigError(f"node.host: cannot listen on {host!r} for transfers: {error.strerror}") from None
-    return listener
 
 
 def _shut(sock: socket.socket) -> None:

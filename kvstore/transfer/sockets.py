@@ -61,6 +61,18 @@ def keep_alive(sock: Any) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def bound_to(host: str) -> socket.socket:
+    """A TCP socket that can listen, at a free port of this host. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind(address)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
 class Wire:
     """One blocking socket. One thread at a time, except for ``moved_bytes``, ``say_end`` and ``shut``."""
 

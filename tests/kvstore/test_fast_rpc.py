@@ -20,6 +20,7 @@ from kvstore.client.calls import LOOK_AGAIN_S, StoreCalls
 from kvstore.client.types import Reservation
 from kvstore.fast_rpc import MAX_CALLS, MAX_FRAMES, FastRpc, FastRpcServer
 from kvstore.node import StoreNode
+from kvstore.transfer.sockets import bound_to
 from mooncake.app.role_main import run_async
 from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, NodeUnavailable, OutOfBlocks, Overloaded
@@ -83,6 +84,12 @@ async def test_without_it_grpc_carries_on_until_it_is_back(node: StoreNode) -> N
         assert await client.get(b"k") == b"bytes"
 
 
+async def serve(servicer: Any, **options: Any) -> tuple[FastRpcServer, int]:
+    """And its port."""
+    sock = bound_to("127.0.0.1")
+    return await FastRpcServer.start(sock, servicer, **options), int(sock.getsockname()[1])
+
+
 class Shelf:
     """A service with one method that answers on the spot and one that waits."""
 
@@ -99,8 +106,8 @@ def test_it_carries_calls_on_the_event_loop_that_nodes_run_on() -> None:
 
     async def ask() -> tuple[list[bool], int]:
         assert type(asyncio.get_running_loop()).__module__.startswith("uvloop")
-        server = FastRpcServer(Shelf())
-        connection = await FastRpc.open("shelf", "127.0.0.1", await server.start("127.0.0.1"))
+        server, port = await serve(Shelf())
+        connection = await FastRpc.open("shelf", "127.0.0.1", port)
         try:
             exists = await connection.Exists(store_pb2.ExistsRequest(keys=[b"k", b"x"]), timeout=5)
             acquired = await connection.Acquire(store_pb2.AcquireRequest(keys=[b"k"]), timeout=5)
@@ -132,8 +139,8 @@ async def test_one_that_broke_is_looked_for_now_and_then_and_found_elsewhere(
     shop, server, channels = Shop(), rpc_server(), Channels()
     server.add(store_pb2_grpc.add_StoreServicer_to_server, shop, "mooncake.v1.Store")
     calls = StoreCalls(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", channels)
-    first, second = FastRpcServer(shop), FastRpcServer(shop)
-    await calls.open_fast_rpc(await first.start("127.0.0.1"))
+    first, port = await serve(shop)
+    await calls.open_fast_rpc(port)
     request, started_s = store_pb2.ExistsRequest(keys=[b"k"]), time.monotonic()
     assert isinstance(calls.fast, FastRpc)
     await first.stop()
@@ -143,7 +150,7 @@ async def test_one_that_broke_is_looked_for_now_and_then_and_found_elsewhere(
     for _ in range(100):
         assert (await calls.call(calls.fast.Exists(request, timeout=5))).stored == [True]
     assert 1 <= shop.num_asked <= 1 + (time.monotonic() - started_s) / LOOK_AGAIN_S
-    shop.fast_rpc_port = await second.start("127.0.0.1")
+    second, shop.fast_rpc_port = await serve(shop)
     async with asyncio.timeout(10):
         while not isinstance(calls.fast, FastRpc):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -222,8 +229,9 @@ async def test_connections_beyond_the_most_are_refused_and_their_clients_use_grp
     shop, server, channels = Shop(), rpc_server(), Channels()
     server.add(store_pb2_grpc.add_StoreServicer_to_server, shop, "mooncake.v1.Store")
     calls = StoreCalls(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", channels)
-    fast_rpc, request = FastRpcServer(shop, max_callers=2), store_pb2.ExistsRequest(keys=[b"k"])
-    port = shop.fast_rpc_port = await fast_rpc.start("127.0.0.1")
+    request = store_pb2.ExistsRequest(keys=[b"k"])
+    fast_rpc, port = await serve(shop, max_callers=2)
+    shop.fast_rpc_port = port
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(2)]
         await asyncio.sleep(0.1)
@@ -247,8 +255,8 @@ async def test_a_client_that_is_refused_asks_ever_more_rarely(
     shop, server, channels = Shop(), rpc_server(), Channels()
     server.add(store_pb2_grpc.add_StoreServicer_to_server, shop, "mooncake.v1.Store")
     calls = StoreCalls(f"127.0.0.1:{await server.start('127.0.0.1', 0)}", channels)
-    fast_rpc = FastRpcServer(shop, max_callers=0)
-    port = shop.fast_rpc_port = await fast_rpc.start("127.0.0.1")
+    fast_rpc, port = await serve(shop, max_callers=0)
+    shop.fast_rpc_port = port
     await calls.open_fast_rpc(port)
     begin_s, asked_s = time.monotonic(), 0.0
     while asked_s < 1.0 or shop.num_asked < 2:
@@ -273,8 +281,8 @@ async def test_a_store_that_does_not_say_that_it_has_taken_the_connection_is_not
 
 async def test_one_who_gives_up_as_the_store_takes_the_connection_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody would ever close it, and the store would keep a place for it."""
-    fast_rpc = FastRpcServer(Shelf())
-    opening = asyncio.create_task(FastRpc.open("s", "127.0.0.1", await fast_rpc.start("127.0.0.1")))
+    fast_rpc, port = await serve(Shelf())
+    opening = asyncio.create_task(FastRpc.open("s", "127.0.0.1", port))
     frame = FastRpc.frame
 
     def take_and_cancel(connection: FastRpc, kind: int, call: int, message: bytes) -> None:
@@ -338,8 +346,8 @@ async def send_until_it_blocks(sock: socket.socket, data: bytes, most: int) -> i
 
 async def test_after_some_frames_of_one_connection_it_is_the_turn_of_others() -> None:
     shelf, loop = CountingShelf(), asyncio.get_running_loop()
-    server, before, most = FastRpcServer(shelf), 0, 0
-    with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1"))) as sock:
+    (server, port), before, most = await serve(shelf), 0, 0
+    with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setblocking(False)
         sending = loop.create_task(loop.sock_sendall(sock, FRAME.pack(0, EXISTS, 1) * 30_000))
         answers = loop.create_task(count_answers(sock, 30_000))
@@ -356,8 +364,8 @@ async def test_who_asks_without_end_and_reads_nothing_waits_and_is_answered_when
     shelf, keys = CountingShelf(), [b"k"] * 400
     request = store_pb2.ExistsRequest(keys=keys) if kind == EXISTS else store_pb2.AcquireRequest(keys=keys)
     frame = FRAME.pack(request.ByteSize(), kind, 1) + request.SerializeToString()
-    server = FastRpcServer(shelf)
-    with socket.create_connection(("127.0.0.1", await server.start("127.0.0.1"))) as sock:
+    server, port = await serve(shelf)
+    with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.setblocking(False)
         sent = await send_until_it_blocks(sock, frame * 200, 100_000 * len(frame))
         assert sent < 100_000 * len(frame) and shelf.most <= MAX_CALLS
