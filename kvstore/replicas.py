@@ -21,7 +21,7 @@ from kvstore.store import Store
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import ReadRange
 from kvstore.transfer.transport import Priority
-from kvstore.writing import Sealing
+from kvstore.writing import Sealing, Wanted
 from mooncake.addresses import check_address
 from mooncake.config import Config, transfer_secret
 from mooncake.errors import InvalidRequest, KVLoadFailed, MooncakeError, OutOfBlocks
@@ -88,7 +88,7 @@ class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
         names = [BlockName(key, parents[at]) for at, key in enumerate(keys[: len(lease.blocks)])]
         block = lease.blocks[0]
         try:
-            offers = await self._store.reserve(names, COPIER, block.length, len(block.checksums))
+            offers = await self._store.reserve(Wanted(names, COPIER, block.length, len(block.checksums)))
         except OutOfBlocks:
             return 0
         wanted = [(leased, offer.grant) for leased, offer in zip(lease.blocks, offers, strict=True) if offer.grant]

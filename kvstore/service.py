@@ -11,7 +11,7 @@ from kvstore.block_names import checked_key, checked_parent, checked_tenant
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
 from kvstore.index.types import OWN, BlockName, Grant, LeasedBlock, Offer
 from kvstore.store import Store
-from kvstore.writing import Sealing
+from kvstore.writing import Sealing, Wanted
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc
@@ -41,12 +41,16 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
         _check_count(len(request.blocks))
         if not 1 <= len(request.writer_id) <= MAX_WRITER_ID_BYTES or request.writer_id.startswith(OWN):
             raise InvalidRequest("a reservation needs the id of its writer", "writer_id")
-        names = [BlockName(checked_key(block.key), checked_parent(block.parent)) for block in request.blocks]
-        wait_s = min(request.wait_ms / 1e3, MAX_WAIT_S)
-        tenant = checked_tenant(request.tenant)
-        offers = await self._store.reserve(
-            names, request.writer_id, request.length, request.ranges, tenant, wait_s, request.into_dram, request.number
+        wanted = Wanted(
+            [BlockName(checked_key(block.key), checked_parent(block.parent)) for block in request.blocks],
+            request.writer_id,
+            request.length,
+            request.ranges,
+            checked_tenant(request.tenant),
+            request.into_dram,
+            request.number,
         )
+        offers = await self._store.reserve(wanted, min(request.wait_ms / 1e3, MAX_WAIT_S))
         return pb.ReserveResponse(segment=self._segment, slots=map(_offer_to_wire, offers))
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:  # noqa: N802

@@ -104,26 +104,17 @@ class Store:
 
     # Writing
 
-    async def reserve(
-        self,
-        names: Sequence[BlockName],
-        writer: str,
-        length: int,
-        ranges: int,
-        tenant: str = "",
-        wait_s: float = 0.0,
-        into_dram: bool = False,
-        number: int = 0,
-    ) -> list[Offer]:
-        """As the index does, except that blocks on the SSD count as stored; with ``into_dram`` they get a slot as
-        well if there is room. While blocks are being saved, waits up to ``wait_s`` for their slots. ``number`` is
-        for ``abort_numbers``. Raises InvalidRequest when such blocks do not fit a slot, and OutOfBlocks."""
+    async def reserve(self, wanted: Wanted, wait_s: float = 0.0) -> list[Offer]:
+        """As the index does, except that blocks on the SSD count as stored, unless they are wanted in DRAM too and
+        there is room. While blocks are being saved, waits up to ``wait_s`` for their slots. Raises InvalidRequest when
+        such blocks do not fit a slot, and OutOfBlocks."""
+        length, ranges = wanted.length, wanted.ranges
         if not 1 <= length <= self.block_bytes:
             raise InvalidRequest(f"blocks of {length} bytes do not fit slots of {self.block_bytes} bytes", "length")
         if not 1 <= ranges <= length or length % ranges:
             raise InvalidRequest(f"{length} bytes do not divide into {ranges} equal ranges", "ranges")
         self._count_reads()
-        return await self._writing.reserve(Wanted(names, writer, length, ranges, tenant, into_dram, number), wait_s)
+        return await self._writing.reserve(wanted, wait_s)
 
     async def seal(self, sealings: Sequence[Sealing], durable: bool = False) -> list[Sealed]:
         """Close the slots to their writers, verify their content, and make it readable if correct. With ``durable``,

@@ -36,8 +36,8 @@ class Sealing:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Blocks that a writer wants slots for, all of ``length`` bytes in ``ranges`` equal parts. With ``into_dram``
-    also for blocks only on the SSD. The writer may choose a ``number``, to refer to them if it never receives the
-    answer."""
+    also for blocks only on the SSD. The writer may choose a ``number``, to refer to them (``Store.abort_numbers``) if
+    it never receives the answer."""
 
     names: Sequence[BlockName]
     writer: str

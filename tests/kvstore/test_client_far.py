@@ -32,7 +32,7 @@ from kvstore.transfer.keyed import Commit, KeyedWire, Put
 from kvstore.transfer.protocol import Operation, ProtocolViolation, Status
 from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import PeerClosed
-from kvstore.writing import Sealing
+from kvstore.writing import Sealing, Wanted
 from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError
 from mooncake.rpc import store_pb2 as pb
@@ -430,7 +430,7 @@ def send(message: Put | Commit) -> Status:
 
 
 async def reserve(store: Store, key: BlockKey, block: bytes, into_dram: bool = False) -> Grant:
-    [offer] = await store.reserve([BlockName(key, b"")], "writer", len(block), 1, into_dram=into_dram)
+    [offer] = await store.reserve(Wanted([BlockName(key, b"")], "writer", len(block), 1, into_dram=into_dram))
     assert offer.grant is not None
     return offer.grant
 

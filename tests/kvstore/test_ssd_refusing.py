@@ -23,7 +23,7 @@ from kvstore.ssd.log import SsdLog
 from kvstore.ssd.tier import SsdTier
 from kvstore.store import Store
 from kvstore.transfer.server import SegmentServer
-from kvstore.writing import Sealing
+from kvstore.writing import Sealing, Wanted
 from mooncake.errors import NodeUnavailable
 from mooncake.events import EventLog
 from mooncake.types import BlockKey
@@ -73,7 +73,7 @@ async def store_on(disk: FailingDisk, path: Path) -> AsyncIterator[tuple[Store, 
 
 async def put(to: Store, segment: Segment, number: int) -> bool:
     """Whether it is durable."""
-    [offer] = await to.reserve([BlockName(key(number))], "me", BLOCK, 1)
+    [offer] = await to.reserve(Wanted([BlockName(key(number))], "me", BLOCK, 1))
     assert offer.grant is not None
     data = bytes([number]) * BLOCK
     segment.block(offer.grant.slot)[:] = data

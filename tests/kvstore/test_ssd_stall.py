@@ -22,7 +22,7 @@ from kvstore.ssd.stall import LOOKS, Stall
 from kvstore.ssd.tier import SsdTier
 from kvstore.store import Sealed, Store
 from kvstore.transfer.server import SegmentServer
-from kvstore.writing import Sealing
+from kvstore.writing import Sealing, Wanted
 from mooncake.events import EventLog
 from mooncake.types import BlockKey
 
@@ -70,7 +70,7 @@ async def store_on(disk: SwitchedDisk, path: Path) -> AsyncIterator[tuple[Store,
 
 async def put(to: Store, segment: Segment, number: int, durable: bool = False) -> Sealed:
     """Waits for room longer than a test may take, as long as the store has it wait."""
-    [offer] = await to.reserve([BlockName(key(number))], "me", BLOCK, 1, wait_s=PATIENCE_S)
+    [offer] = await to.reserve(Wanted([BlockName(key(number))], "me", BLOCK, 1), wait_s=PATIENCE_S)
     assert offer.grant is not None
     segment.block(offer.grant.slot)[:] = bytes([number % 256]) * BLOCK
     [sealed] = await to.seal([Sealing(offer.grant, range_checksums(bytes([number % 256]) * BLOCK, 1))], durable)

@@ -34,7 +34,7 @@ from kvstore.transfer.keyed import Commit, Put, can_put
 from kvstore.transfer.protocol import Status
 from kvstore.transfer.server import SegmentServer
 from kvstore.wire_puts import WirePuts
-from kvstore.writing import Sealing
+from kvstore.writing import Sealing, Wanted
 from mooncake.errors import OutOfBlocks
 from mooncake.events import EventLog
 from mooncake.types import BlockKey, Tier
@@ -146,7 +146,9 @@ class StoreLife(RuleBasedStateMachine):
         data = content(number, self.version)
         parent = key(number - 4) if number >= 4 else b""
         try:
-            [offer] = await self.store.reserve([BlockName(key(number), parent)], writer, len(data), 1, wait_s=50)
+            [offer] = await self.store.reserve(
+                Wanted([BlockName(key(number), parent)], writer, len(data), 1), wait_s=50
+            )
         except OutOfBlocks:
             busy = len(self.writing) + sum(len(lease.blocks) for lease, _ in self.leases) + self.store.num_pinned
             assert busy >= SLOTS // 2, "refused with room to be made"
@@ -181,7 +183,7 @@ class StoreLife(RuleBasedStateMachine):
         number, writer = rng.choice(list(self.stored)), rng.choice(WRITERS)
         data, parent = self.stored[number], key(number - 4) if number >= 4 else b""
         name = BlockName(key(number), parent)
-        [offer] = await self.store.reserve([name], writer, len(data), 1, into_dram=True)
+        [offer] = await self.store.reserve(Wanted([name], writer, len(data), 1, into_dram=True))
         assert offer.is_stored != (offer.grant is not None)
         if offer.grant is None:
             return

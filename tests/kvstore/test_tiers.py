@@ -33,7 +33,7 @@ from kvstore.ssd.tier import MAX_QUEUE, SsdTier
 from kvstore.store import Sealed, Store
 from kvstore.transfer.requests import WriteRange
 from kvstore.transfer.server import SegmentServer
-from kvstore.writing import Sealing
+from kvstore.writing import Sealing, Wanted
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, OutOfBlocks
 from mooncake.events import EventLog
@@ -469,7 +469,7 @@ def store_on(disk: SsdIO, path: Path) -> Iterator[tuple[Store, Segment, SsdTier]
 
 
 async def write(to: Store, segment: Segment, i: int, durable: bool = False) -> list[Sealed]:
-    [offer] = await to.reserve([BlockName(BlockKey(name(i)))], "me", BLOCK, 1)
+    [offer] = await to.reserve(Wanted([BlockName(BlockKey(name(i)))], "me", BLOCK, 1))
     assert offer.grant is not None
     segment.block(offer.grant.slot)[:] = data(i)
     return await to.seal([Sealing(offer.grant, range_checksums(data(i), 1))], durable)
@@ -528,7 +528,7 @@ async def test_what_the_data_plane_says_after_a_stop_is_not_heard(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with store(tmp_path) as node:
-        [offer] = await node.store.reserve([BlockName(BlockKey(name(0)))], "writer", BLOCK, 1)
+        [offer] = await node.store.reserve(Wanted([BlockName(BlockKey(name(0)))], "writer", BLOCK, 1))
         assert offer.grant is not None
     told = node._segment_server.on_peer_gone
     assert told is not None
