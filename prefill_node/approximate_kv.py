@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Rows
-from functools import partial
 
 from kvstore.client.store_client import StoreClient
 from mooncake.engine.sequence import Sequence
@@ -52,12 +51,12 @@ class ApproximateKV:
             found = await self._find_variant_prefix(sender, tokens, keys, stored_blocks, store)
             self._variant = VariantPrompt(self._node, found, self._leases, self._deadline) if found else None
 
-    def attach(self, prompt: StreamedPrompt) -> None:
-        """Have it attached to the prompt's sequence whenever that is admitted."""
+    def admitted(self, prompt: StreamedPrompt, sequence: Sequence) -> None:
+        """On the engine's thread, whenever the prompt's sequence is admitted."""
         if self._blended is not None:
-            prompt.on_admitted = self._blended.admitted
+            self._blended.admitted(sequence)
         elif self._variant is not None:
-            prompt.on_admitted = partial(self._variant.admitted, prompt)
+            self._variant.admitted(prompt, sequence)
 
     def release(self) -> None:
         """On the engine's thread. Idempotent."""

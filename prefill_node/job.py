@@ -214,11 +214,14 @@ class PrefillJob:
             writes.to_decode(len(self._tokens))
         if self._store is not None and len(self._keys) > stored_blocks:
             writes.to_pool(self._store, self._id, stored_blocks, lambda: self._approximate.num_exact)
-        streamed = StreamedPrompt(
-            self._make_load, writes.streams, self._on_first_step, writes.retain_blocks, writes.first_pages
+        self._streamed = self._node.streamer.prompts[self._id] = StreamedPrompt(
+            self._make_load,
+            writes.streams,
+            self._approximate.admitted,
+            self._on_first_step,
+            writes.retain_blocks,
+            writes.first_pages,
         )
-        self._approximate.attach(streamed)
-        self._streamed = self._node.streamer.prompts[self._id] = streamed
 
     def _on_first_step(self) -> None:
         """On the engine's thread."""

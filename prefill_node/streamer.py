@@ -33,6 +33,7 @@ class StreamedPrompt:
 
     make_load: Callable[[list[BlockToLoad]], PrefixLoad]  # given pages, the first group's first
     streams: list[WriteStream]
+    on_admitted: Callable[[StreamedPrompt, Sequence], None]  # called on the engine's thread, as often as it happens
     on_first_step: Callable[[], None]  # called on the engine's thread
     retain_blocks: Callable[[list[int]], None] | None = None  # called on the engine's thread, with full streamed blocks
     first_pages: tuple[int, ...] = ()  # per group of layers, the first block whose page is sent; (): all, one group
@@ -42,7 +43,6 @@ class StreamedPrompt:
     has_ended: bool = False  # the whole prompt has been streamed
     first_step_s: float = 0.0  # monotonic; 0 until it ran
     is_closing: bool = False  # no further load may start
-    on_admitted: Callable[[Sequence], None] | None = None  # called on the engine's thread, before its first step
 
     @property
     def loads(self) -> list[PrefixLoad]:
@@ -103,8 +103,7 @@ class LayerStreamer:
             return
         # Admitted again after a failed load: there is nothing to load any more.
         prompt.load = prompt.make_load(self._pages_to_load(sequence, to_load)) if to_load else None
-        if prompt.on_admitted is not None:
-            prompt.on_admitted(sequence)
+        prompt.on_admitted(prompt, sequence)
 
     def begin_step(self, plan: StepPlan) -> None:
         self._parts, self._loads = [], []

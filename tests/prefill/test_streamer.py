@@ -70,7 +70,7 @@ def test_blocks_leave_as_pieces_complete_them(is_in_pieces: bool) -> None:
     """A chunk in the middle of one prompt, and another prompt from its fourth token to its end."""
     streamer, piles = LayerStreamer(BLOCK_TOKENS, cache_of(2)), {name: Pile() for name in ("a", "b")}
     for name, pile in piles.items():
-        streamer.prompts[name] = StreamedPrompt(lambda _: None, [pile], lambda: None)  # type: ignore
+        streamer.prompts[name] = StreamedPrompt(lambda _: None, [pile], lambda *_: None, lambda: None)  # type: ignore
     a, b = sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), sequence_of("b", 10, [8, 11, 10])
     plan = StepPlan()
     plan.entries += [StepEntry(a, 0, 16, 0), StepEntry(b, 4, 6, 0)]
@@ -102,7 +102,7 @@ def test_blocks_leave_as_pieces_complete_them(is_in_pieces: bool) -> None:
 
 def test_a_step_that_was_abandoned_is_streamed_anew() -> None:
     streamer, pile = LayerStreamer(BLOCK_TOKENS, cache_of(2)), Pile()
-    streamer.prompts["a"] = StreamedPrompt(lambda _: None, [pile], lambda: None)  # type: ignore
+    streamer.prompts["a"] = StreamedPrompt(lambda _: None, [pile], lambda *_: None, lambda: None)  # type: ignore
     plan = StepPlan()
     plan.entries.append(StepEntry(sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), 0, 8, 0))
     streamer.begin_step(plan)
@@ -145,7 +145,9 @@ def test_blocks_are_given_up_when_none_of_their_sequences_loads_reads_into_them(
         for block, how in ((7, gone), (3, lease))
     )
     streamer = LayerStreamer(BLOCK_TOKENS, cache)
-    streamer.prompts["a"] = StreamedPrompt(lambda _: prefix, [], lambda: None, load=prefix, variant_load=variant)
+    streamer.prompts["a"] = StreamedPrompt(
+        lambda _: prefix, [], lambda *_: None, lambda: None, load=prefix, variant_load=variant
+    )
     plan = StepPlan(variant_entries=[StepEntry(sequence_of("a", 10, [7, 3, 9]), 4, 4)])
     loader = threading.Thread(target=lambda: [load.run(transfer, None, cache) for load in (prefix, variant)])  # type: ignore
     loader.start()
@@ -161,7 +163,7 @@ def test_blocks_are_given_up_when_none_of_their_sequences_loads_reads_into_them(
 
 def test_all_rows_of_a_layer_leave_with_it() -> None:
     streamer, pile = LayerStreamer(BLOCK_TOKENS, cache_of(3), one_group([2, 1])), Pile()
-    streamer.prompts["a"] = StreamedPrompt(lambda _: None, [pile], lambda: None)  # type: ignore
+    streamer.prompts["a"] = StreamedPrompt(lambda _: None, [pile], lambda *_: None, lambda: None)  # type: ignore
     plan = StepPlan()
     plan.entries.append(StepEntry(sequence_of("a", 30, [7, 3, 9, 1, 4, 5, 6, 2]), 0, 8, 0))
     streamer.begin_step(plan)
@@ -185,7 +187,7 @@ def test_an_answer_that_continues_here_keeps_only_its_own_window(tmp_path: Path)
         retained.extend(pages)
 
     first_pages = tuple(groups.first_page(group, asked.keep_window_of, BLOCK) for group in range(groups.num_groups))
-    streamer.prompts["r"] = StreamedPrompt(lambda _: None, [pile], lambda: None, retain, first_pages)  # type: ignore
+    streamer.prompts["r"] = StreamedPrompt(lambda _: None, [pile], lambda *_: None, lambda: None, retain, first_pages)  # type: ignore
     engine.add(asked)
     engine.step(streamer)
     assert len(retained) == 3 + 3  # its three blocks of KV, and the last one's state in three groups

@@ -82,7 +82,7 @@ def test_layers_stream_over_verbs_and_the_tokens_are_the_same(checkpoint: Checkp
     def no_load(blocks: Any) -> Any:
         raise AssertionError("nothing is stored")
 
-    streamer.prompts["r"] = StreamedPrompt(no_load, [stream], lambda: None)
+    streamer.prompts["r"] = StreamedPrompt(no_load, [stream], lambda *_: None, lambda: None)
     source = sequence(num_to_sample=1, hold_blocks=True)
     prefill.add(source)
     [first] = run_all(prefill, streamer)

@@ -95,7 +95,7 @@ class _HandOff:
         slots = {index: (block, EPOCH) for index, block in enumerate(reserved)}
         stream.open(Destination(self._server.address, slots))
         streamer = LayerStreamer(self._block_tokens, self._out)
-        streamer.prompts[name] = StreamedPrompt(_nothing_to_load, [stream], lambda: None)
+        streamer.prompts[name] = StreamedPrompt(_nothing_to_load, [stream], lambda *_: None, lambda: None)
         first: list[StepOutput] = []
         took = {"prefill, layers going out": _ms(lambda: first.extend(self.prefill(streamer, name, 1)))}
         took["last bytes after the first token"] = _ms(lambda: stream.done.result(TIMEOUT_S))
