@@ -298,7 +298,7 @@ class StepScheduler:
         if sequence is None or not self.block_manager.tables.has_free_row:
             return False
         usable = self.block_manager.num_reusable(sequence, self._watermark)
-        has_room = self.block_manager.num_cached_if_room(sequence, usable, self._watermark) is not None
+        has_room = self.block_manager.can_allocate(sequence, usable, self._watermark)
         return has_room or not self.block_manager.fits_at_all(sequence)
 
     def _allocate(self, sequence: Sequence) -> Admission | None:

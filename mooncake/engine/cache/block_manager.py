@@ -87,8 +87,8 @@ class BlockManager:
             return min(usable, (sequence.num_tokens - 1) // self._block_tokens)
         if usable * self._block_tokens < sequence.num_tokens or self.match(sequence.block_keys) < usable:
             return usable
-        has_room = self._has_room(sequence, usable, sequence.num_tokens - 1, spare + self.groups.num_groups)
-        return usable if has_room else usable - 1
+        spans = self._spans(sequence, usable, sequence.num_tokens - 1)
+        return usable if self._has_room(sequence, usable, spans, spare + self.groups.num_groups) else usable - 1
 
     def num_ready(self, sequence: Sequence, num_cached: int, usable: int) -> int:
         """Tokens that it need not compute once it has its blocks, of which ``num_cached`` are cached and ``usable``
@@ -99,22 +99,19 @@ class BlockManager:
             ready = max(num_cached, min(sequence.reused.external_blocks, usable)) * self._block_tokens
         return min(ready, sequence.num_tokens - 1)
 
-    def num_cached_if_room(
-        self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None
-    ) -> int | None:
-        """How many of its first ``usable`` blocks are cached; None when there is no room for the others beside
-        ``spare`` blocks. ``num_ready``: tokens it will not compute, whatever is cached."""
-        num_cached = self.match(sequence.block_keys[:usable])
-        ready = self.num_ready(sequence, num_cached, usable) if num_ready is None else num_ready
-        return num_cached if self._has_room(sequence, num_cached, ready, spare) else None
+    def can_allocate(self, sequence: Sequence, usable: int, spare: int) -> bool:
+        """Whether ``allocate`` has room."""
+        return self._plan(sequence, usable, spare) is not None
 
     def allocate(self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None) -> int | None:
-        """Give it block tables for all its tokens. Returns the same as ``num_cached_if_room``."""
-        num_cached = self.num_cached_if_room(sequence, usable, spare, num_ready)
-        if num_cached is None:
+        """Give it block tables for all its tokens. Returns how many of its first ``usable`` blocks are cached; None,
+        having changed nothing, when there is no room for the others beside ``spare`` blocks. ``num_ready``: tokens it
+        will not compute, whatever is cached."""
+        plan = self._plan(sequence, usable, spare, num_ready)
+        if plan is None:
             return None
-        ready = self.num_ready(sequence, num_cached, usable) if num_ready is None else num_ready
-        tables, spans = [], self._spans(sequence, num_cached, ready)
+        num_cached, spans = plan
+        tables = []
         for group, span in enumerate(spans):  # take all cached ones first: allocating evicts
             keys = self._keys(sequence, group, span, num_cached)
             tables.append([_NO_PAGE] * span.start + self.pool.take_prefix(keys, len(keys)))
@@ -233,7 +230,7 @@ class BlockManager:
         """Remove its blocks from the prefix cache."""
         for group in range(self.groups.num_groups):
             for key in sequence.block_keys[: sequence.blocks.num_sealed]:
-                self.pool.discard(page_key(key, group) if group else key)
+                self.pool.discard(page_key(key, group))
 
     # Swapping
 
@@ -271,6 +268,15 @@ class BlockManager:
         """For all its tokens."""
         return -(-sequence.num_tokens // self._block_tokens)
 
+    def _plan(
+        self, sequence: Sequence, usable: int, spare: int, num_ready: int | None = None
+    ) -> tuple[int, list[range]] | None:
+        """For ``allocate``: how many blocks are cached, and the spans of each group; None when there is no room."""
+        num_cached = self.match(sequence.block_keys[:usable])
+        ready = self.num_ready(sequence, num_cached, usable) if num_ready is None else num_ready
+        spans = self._spans(sequence, num_cached, ready)
+        return (num_cached, spans) if self._has_room(sequence, num_cached, spans, spare) else None
+
     def _spans(self, sequence: Sequence, num_cached: int, num_ready: int) -> list[range]:
         """The blocks of which each group needs pages at admission, when ``num_ready`` tokens need not be computed.
         Cached ones cost nothing, so all of them are taken."""
@@ -295,9 +301,8 @@ class BlockManager:
         keys = sequence.block_keys[span.start : min(num_cached, span.stop)]
         return [page_key(key, group) for key in keys] if group else keys
 
-    def _has_room(self, sequence: Sequence, num_cached: int, num_ready: int, spare: int) -> bool:
+    def _has_room(self, sequence: Sequence, num_cached: int, spans: list[range], spare: int) -> bool:
         left, cached = self.pool.num_available - spare, 0
-        spans = self._spans(sequence, num_cached, num_ready)
         for span in spans:
             found = len(range(span.start, min(num_cached, span.stop)))
             left -= len(span) - found
