@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from mooncake.errors import InvalidRequest
-
 if TYPE_CHECKING:
     from mooncake.engine.blend import Blend
     from mooncake.engine.hidden_states import HiddenStates
@@ -17,7 +15,7 @@ class ReusedKV:
     """Where the KV of a sequence's tokens comes from, and how much of it is exact.
 
     KV is exact if it is what the model would have computed from the tokens before it; only then may others find it by
-    its key. Raises InvalidRequest for a negative number.
+    its key.
     """
 
     external_blocks: int = 0  # leading blocks that can be loaded at admission
@@ -26,10 +24,6 @@ class ReusedKV:
     hidden_states: HiddenStates | None = field(default=None, init=False)  # the input of those layers; None: embeddings
     blend: Blend | None = field(default=None, init=False)  # KV blended from chunks of its prompt
     num_exact: int | None = field(default=None, init=False)  # leading tokens with exact KV; None: all
-
-    def __post_init__(self) -> None:
-        if min(self.external_blocks, self.variant_blocks) < 0:
-            raise InvalidRequest("external_blocks must not be negative", "external_blocks")
 
     def limit_exact(self, num_exact: int) -> None:
         """Tokens from this one on are not exact. The limit never rises, because KV computed from them is not either."""
