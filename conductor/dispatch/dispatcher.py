@@ -333,12 +333,9 @@ class Dispatcher:
         report = merger.report or merger.early_report
         if report is None or progress.has_report or report is progress.early_report:
             return False
-        is_early = merger.report is None
-        if is_early:
-            progress.early_report = report
-        told = progress.add_report(report, is_early)
-        if not progress.is_counted:
-            progress.is_counted = True
+        is_first = progress.early_report is None
+        told = progress.add_report(report, is_early=merger.report is None)
+        if is_first:
             self.stats.count_prompt(told, self._model.shape.block_tokens)
         return True
 

@@ -33,7 +33,6 @@ class RequestProgress:
     summary: RequestSummary = field(default_factory=RequestSummary)
     has_report: bool = False  # a whole one
     early_report: PrefillReport | None = None  # the last, as it came
-    is_counted: bool = False  # the prompt, with what was reused of it
     has_prompt_logprobs: bool = False
     error: MooncakeError | None = None  # the last attempt's
 
@@ -117,6 +116,8 @@ class RequestProgress:
     def add_report(self, report: PrefillReport, is_early: bool = False) -> PrefillReport:
         """Keep the first whole report: a retry would also find what this request itself has stored. The numbers are
         those of the original prompt, which may be shorter than what was computed."""
+        if is_early:
+            self.early_report = report
         prompt = len(self.request.tokens)
         local = min(report.local_cached_tokens, prompt)
         pool = min(report.pool_cached_tokens, prompt - local)
