@@ -10,7 +10,7 @@
 
 namespace mooncake {
 
-// Both are null if the adapter does not change this product. Mirrored in cpu_decoder.py, as are the next two.
+// Both are null if the adapter does not change this product. Mirrored in cpu_decoder.py, as is LayerAdapter.
 struct LowRank {
     const PackedLinear *down, *up;  // A [rank][inputs]; B [outputs][rank], scaled
 };

@@ -13,7 +13,7 @@ namespace mooncake {
 
 constexpr int32_t NO_WINDOW = INT32_MIN;  // with a group added to it, the kind of a plan for layers without a window
 
-// Mirrored in cpu_decoder.py, as are the next three.
+// Mirrored in cpu_decoder.py, as are the structures that follow.
 struct DecoderLayer {
     const float *attention_norm, *mlp_norm, *query_norm, *key_norm;  // the last two may be null
     const float *cos, *sin;                                          // [num_positions][head_dim / 2]

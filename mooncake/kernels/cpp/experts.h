@@ -14,7 +14,7 @@ namespace mooncake {
 // What gates go through: gelu is by tanh (Gemma 4). RELU_SQUARED: without gates, that is what ups go through (Nemotron-H).
 enum ExpertGate : int32_t { SILU = 0, GELU = 1, RELU_SQUARED = 2 };
 
-// Mirrored in cpu.py.
+// Mirrored in cpu_library.py.
 struct Experts {
     const PackedLinear *const *gate_up, *const *down;  // by expert; all have one shape; no gates with RELU_SQUARED
     int64_t first, count;  // numbers of the experts held here; other ranks hold the others

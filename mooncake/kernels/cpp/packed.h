@@ -39,7 +39,7 @@ constexpr int PANEL_VECS = 2;
 constexpr int PANEL = W * PANEL_VECS;  // outputs whose weights are interleaved
 constexpr int ROW_UNIT = 64;           // bytes; rows of weights or activations are padded to a multiple of this
 
-// One packed weight matrix; mirrored in cpu.py. Everything is zero-padded: outputs to PANEL, rows to ROW_UNIT.
+// One packed weight matrix; mirrored in cpu_library.py. Everything is zero-padded: outputs to PANEL, rows to ROW_UNIT.
 struct PackedLinear {
     const void* panels;
     const float* bias;    // [outputs] or null

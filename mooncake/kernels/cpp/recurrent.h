@@ -12,7 +12,7 @@
 
 namespace mooncake {
 
-// Mirrored in Python. Channels and sizes of value heads are multiples of 16, and for the delta rule those of key heads.
+// Mirrored in cpu_library.py. Channels and sizes of value heads are multiples of 16, and for the delta rule those of key heads.
 struct RecurrentCall {
     const float* inputs;  // [T][channels]
     const float *decay, *beta;  // [T][heads]; of a state space: decay, step

@@ -263,8 +263,6 @@ inline vf exp2_roughly(vf x) {
 #endif
 }
 
-inline float exp2s(float x) { return exp2v(splat(x))[0]; }
-
 // e^x within the range of normal numbers, saturating outside.
 inline vf expv(vf x) {
     vf inside = larger(x, splat(-87.0f));
