@@ -39,6 +39,11 @@ class Experts(Protocol):
 class Kernels(Protocol):
     """The functions of ``reference``, whose docstrings define them. A module is an implementation."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where they compute, and so where weights belong."""
+        ...
+
     def linear(self, weight: Matrix, bias: torch.Tensor | None = None, coding: Coding = "") -> Linear: ...
 
     def experts(

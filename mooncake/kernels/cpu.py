@@ -39,6 +39,8 @@ from mooncake.precision import Coding
 class CpuKernels:
     """``mooncake.kernels.Kernels`` over a built library. Any thread may call it."""
 
+    device = reference.device
+
     def __init__(self, library: ctypes.CDLL) -> None:
         declare(library)
         self.library = library

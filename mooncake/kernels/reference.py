@@ -30,6 +30,7 @@ from mooncake.kernels.recurrent import state_space as state_space
 from mooncake.kernels.windows import first_seen
 from mooncake.precision import Coding
 
+device = torch.device("cpu")
 SCALE_BYTES = 4  # a float32 after the codes of each int8 cache row
 MAX_CODE = 127
 

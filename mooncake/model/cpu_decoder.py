@@ -36,7 +36,7 @@ _ThinCall = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, _POINTER)
 
 
 class _Layer(ctypes.Structure):
-    """Mirrors ``DecoderLayer`` of decoder.h; the next three mirror their namesakes."""
+    """Mirrors ``DecoderLayer`` of decoder.h; those that follow mirror their namesakes."""
 
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "cos", "sin")),
@@ -120,7 +120,7 @@ class CpuDecoder:
         self._weights = _Packed(kernels, coding)
         self._places = places
         self._tables = tables
-        self._query_scales = query_scales(config, len(tables[0][0]))
+        self._query_scales = query_scales(config, len(tables[0][0]), kernels.device)
         # What follows refers by address to what is before it, which is kept as long as this decoder.
         self._layers = (_Layer * len(places))(
             *(

@@ -149,7 +149,7 @@ class Decoder(ABC):
         self.vocabulary = vocabulary or (lambda linear: linear)
         self.experts_here = range(config.num_experts) if experts is None else experts
         self.places = layers or range(config.num_layers)
-        device = getattr(self.kernels, "device", None)
+        device = self.kernels.device
         self._tables = tables_by_layer(config, self.max_model_len, device)
         self._query_scales = query_scales(config, self.max_model_len, device)
         self._alibi_slopes = torch.tensor(config.alibi_slopes, device=device) if config.alibi_slopes else None

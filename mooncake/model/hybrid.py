@@ -71,7 +71,7 @@ class HybridDecoder(GatedDecoder[Layer]):
 
     def floats(self, values: torch.Tensor) -> torch.Tensor:
         """In float32, where the kernels compute."""
-        return values.to(getattr(self.kernels, "device", values.device), torch.float32)
+        return values.to(self.kernels.device, torch.float32)
 
     def taps(self, name: str) -> torch.Tensor:
         """Of a convolution, float32 [taps, C]."""

@@ -57,7 +57,7 @@ class LateGemma(Decoder):
 
     def _take_inputs(self) -> _Inputs:
         return _Inputs(
-            self._stored("model.embed_tokens_per_layer.weight").to(getattr(self.kernels, "device", "cpu")),
+            self._stored("model.embed_tokens_per_layer.weight").to(self.kernels.device),
             self._rounded(self._parts.input_size),
             self.linear("model.per_layer_model_projection"),
             self.vector("model.per_layer_projection_norm.weight"),

@@ -227,4 +227,4 @@ def vector(values: torch.Tensor, kernels: Kernels) -> torch.Tensor:
     It is a copy, because a small view would keep a whole mapped file in memory.
     """
     dtype = torch.float32 if isinstance(kernels, CpuKernels) else values.dtype
-    return values.to(getattr(kernels, "device", values.device), dtype, copy=True)
+    return values.to(kernels.device, dtype, copy=True)

@@ -64,7 +64,7 @@ class CausalLM:
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self._kernels = kernels = kernels or choose_kernels()
-        self._tables = tables = tables_by_layer(config, self.max_model_len, getattr(kernels, "device", None))
+        self._tables = tables = tables_by_layer(config, self.max_model_len, kernels.device)
         places = layers or range(config.num_layers)
         self._kept = KeptInputs(keep_hidden, config.num_layers)
         # One at a time: a layer's unfused weights are freed before the next layer is read.
@@ -167,7 +167,7 @@ class LayerByLayer:
         self._tables = tables
         self._kept = kept
         self._reduce = reduce
-        self._query_scales = query_scales(config, len(tables[0][0]), getattr(kernels, "device", None))
+        self._query_scales = query_scales(config, len(tables[0][0]), kernels.device)
         self._kv_layers = [config.kv_layer_of(index) for index in range(config.num_layers)]
         self._last_owner = config.kv_owners[-1]
         self._layers = list(layers)

@@ -34,7 +34,7 @@ def rope_tables(
     return torch.cat([cos, still_cos], 1), torch.cat([sin, still_sin], 1)
 
 
-def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.device | None) -> list[Tables]:
+def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.device) -> list[Tables]:
     """Each layer's tables; layers that rotate alike share them. Raises ModelError for an unknown scaling."""
     made: dict[tuple[str, int], Tables] = {}
 
@@ -56,7 +56,7 @@ def tables_by_layer(config: ModelConfig, num_positions: int, device: torch.devic
     return [tables_of(layer) for layer in range(config.num_layers)]
 
 
-def query_scales(config: ModelConfig, num_positions: int, device: torch.device | None = None) -> torch.Tensor | None:
+def query_scales(config: ModelConfig, num_positions: int, device: torch.device) -> torch.Tensor | None:
     """float32 [P]: what queries at each position are multiplied by; None: nothing (``ModelConfig.query_growth``)."""
     if not config.query_growth:
         return None
