@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import mmap
 import os
@@ -25,7 +24,7 @@ from kvstore.board_library import (
     load_board,
 )
 from kvstore.checksum import Checksums
-from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, Segment
+from kvstore.segment import Segment, sealed_memory
 from kvstore.transfer.native_owner import Arrival, Landed
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class Board:
         """Raises OSError."""
         self._library = library
         self._segment = segment
-        fd = _sealed_memory("mooncake-board", library.board_size(segment.num_blocks))
+        fd = sealed_memory("mooncake-board", library.board_size(segment.num_blocks))
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._read_only = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -137,7 +136,7 @@ class Board:
 
     def add_mailbox(self) -> tuple[int, list[int]]:
         """For one more client: its mailbox's number, and the files to send, which we keep."""
-        fd = _sealed_memory("mooncake-mailbox", self._library.board_mailbox_size())
+        fd = sealed_memory("mooncake-mailbox", self._library.board_mailbox_size())
         mailbox = self._library.board_open_mailbox(fd)
         if not mailbox:
             os.close(fd)
@@ -175,16 +174,3 @@ class Board:
             self.drop_mailbox(number)
         self._library.board_end(self._board)
         os.close(self._read_only)
-
-
-def _sealed_memory(name: str, size: int) -> int:
-    """A memfd whose size can no longer change."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
-        fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.close(fd)
-        raise
-    return fd

@@ -88,7 +88,7 @@ def load_board() -> ctypes.CDLL | None:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     for name, ours in _SAME.items():
-        assert getattr(library, name)() == ours, f"board.cpp has another {name} than board.py"
+        assert getattr(library, name)() == ours, f"board.cpp has another {name} than board_library.py"
     return library
 
 

@@ -22,7 +22,7 @@ from mooncake.errors import ConfigError, InvalidRequest
 from mooncake.host_memory import available_bytes
 
 # <linux/fcntl.h>: Python's fcntl has some of these only from 3.13 on.
-F_ADD_SEALS, F_GET_SEALS, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1034, 0x2, 0x4
+_F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1034, 0x2, 0x4
 
 MAX_BLOCK_BYTES = (1 << 32) - 1  # lengths and offsets travel as uint32
 MAX_BLOCKS = 1 << 24
@@ -51,14 +51,14 @@ class Segment:
             raise ConfigError(f"segment {name}: {num_blocks} blocks of {block_bytes} bytes is out of range")
         size = block_bytes * num_blocks
         _check_memory(name, size)
-        fd = os.memfd_create(f"mooncake-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.ftruncate(fd, size)
-            # A peer that maps it can then neither truncate it while we use it nor grow it.
-            fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-            return cls(name, fd, block_bytes, num_blocks)
+            fd = sealed_memory(f"mooncake-{name}"[:200], size)
+            try:
+                return cls(name, fd, block_bytes, num_blocks)
+            except BaseException:
+                os.close(fd)
+                raise
         except (OSError, ValueError) as error:
-            os.close(fd)
             raise ConfigError(f"segment {name}: cannot get {_gb(size)} of shared memory: {error}") from None
 
     def block(self, index: int) -> memoryview:
@@ -100,10 +100,23 @@ def map_shared(fd: int, size: int, writable: bool = True) -> mmap.mmap:
     return mapping
 
 
+def sealed_memory(name: str, size: int) -> int:
+    """A memfd of ``size`` bytes: whoever maps it can neither truncate it while others use it nor grow it. Raises
+    OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def is_sealed_size(fd: int) -> bool:
     """Whether the memfd can no longer shrink, so that touching a mapping can never fault."""
     try:
-        return bool(fcntl.fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK)
+        return bool(fcntl.fcntl(fd, _F_GET_SEALS) & _F_SEAL_SHRINK)
     except OSError:
         return False
 

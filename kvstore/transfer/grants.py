@@ -4,10 +4,9 @@ see."""
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 
-from kvstore.segment import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, map_shared
+from kvstore.segment import map_shared, sealed_memory
 
 
 class Grants:
@@ -15,10 +14,8 @@ class Grants:
 
     def __init__(self, num_blocks: int) -> None:
         size = num_blocks * 8
-        fd = os.memfd_create("mooncake-grants", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = sealed_memory("mooncake-grants", size)
         try:
-            os.ftruncate(fd, size)
-            fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
             self.map = map_shared(fd, size)
             self.read_only_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         finally:

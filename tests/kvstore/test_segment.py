@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -41,6 +42,15 @@ def test_too_much_memory_is_one_clear_sentence() -> None:
         Segment.create("huge", 1 << 30, 931323)
     with pytest.raises(ConfigError, match="out of range"):
         Segment.create("none", 1024, 0)
+
+
+def test_a_kernel_that_makes_no_memfd_is_an_error_of_the_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(ConfigError, match=r"segment test: cannot get .* of shared memory: .*Too many open files"):
+        Segment.create("test", 100, 3)
 
 
 @pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
