@@ -56,12 +56,14 @@ class Client:
     others stands, and repeating it is harmless.
     """
 
-    def __init__(self, stores: Mapping[str, StoreClient], namespace: str, salt: str, replicas: int) -> None:
+    def __init__(
+        self, stores: Mapping[str, StoreClient], keys: PoolKeys, replicas: int, owned: contextlib.AsyncExitStack
+    ) -> None:
         """Use ``connect`` to get one."""
-        self._stores = dict(stores)
+        self._stores = stores
+        self._keys = keys
         self._replicas = replicas
-        self._keys = PoolKeys(list(self._stores), replicas, namespace, salt)
-        self._owned = contextlib.AsyncExitStack()
+        self._owned = owned
         self._is_closed = False
 
     @classmethod
@@ -95,35 +97,28 @@ class Client:
         if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
             raise InvalidRequest(f"a client's name has 1 to {MAX_NAME_CHARS} printable characters", "name")
         checked_tenant(tenant)
-        transfer, channels = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip()), Channels()
-        shortcuts = allowed_shortcuts(transports, max_mb_per_s)
-        listed = [addresses] if isinstance(addresses, str) else list(addresses)
-        stores = {address: StoreClient(address, transfer, channels, tenant, *shortcuts) for address in listed}
-        client: Client | None = None
-        try:
-            client = cls(stores, namespace, salt, replicas)
-            client._owned.push_async_callback(channels.close)
-            client._owned.callback(transfer.close)
-            deadline = client._begin(timeout_s)
+        listed = [addresses] if isinstance(addresses, str) else list(dict.fromkeys(addresses))
+        keys = PoolKeys(listed, replicas, namespace, salt)
+        deadline = _deadline(timeout_s)
+        async with contextlib.AsyncExitStack() as opened:
+            channels = Channels()
+            opened.push_async_callback(channels.close)
+            transfer = TransferEngine(name, transports, streams, max_mb_per_s, secret.strip())
+            opened.callback(transfer.close)
+            shortcuts = allowed_shortcuts(transports, max_mb_per_s)
+            stores = {address: StoreClient(address, transfer, channels, tenant, *shortcuts) for address in listed}
+            opened.push_async_callback(lambda: asyncio.gather(*(store.close() for store in stores.values())))
             answers = await answers_of([store.knock(timeout_s=left_s(deadline)) for store in stores.values()])
             errors = [answer for answer in answers if isinstance(answer, BaseException)]
             for error in errors:
                 if replicas == 1 or len(errors) == len(stores) or not isinstance(error, OUTAGES):
                     raise error
-            return client
-        except BaseException:
-            if client is None:
-                await channels.close()
-                transfer.close()
-            else:
-                await client.close()
-            raise
+            return cls(stores, keys, replicas, opened.pop_all())
 
     async def close(self) -> None:
         """Waits briefly for background work (the ends of leases), then closes all connections. Later calls raise
         NodeUnavailable."""
         self._is_closed = True
-        await asyncio.gather(*(store.close() for store in self._stores.values()))
         await self._owned.aclose()
 
     async def __aenter__(self) -> Client:
@@ -343,9 +338,7 @@ class Client:
         """The deadline of a call that starts now. Raises InvalidRequest, or NodeUnavailable after ``close``."""
         if self._is_closed:
             raise NodeUnavailable("this client of the pool has been closed")
-        if not abs(timeout_s) <= MAX_TIMEOUT_S:  # also false for NaN
-            raise InvalidRequest(f"a call may take {MAX_TIMEOUT_S:g} seconds at most, not {timeout_s}", "timeout_s")
-        return time.monotonic() + timeout_s
+        return _deadline(timeout_s)
 
     async def _on_replicas(
         self, keys: Sequence[Key], call: Callable[[StoreClient, list[bytes]], Awaitable[int]]
@@ -396,6 +389,13 @@ class Client:
                 break
         told.check()
         return lengths
+
+
+def _deadline(timeout_s: float) -> float:
+    """Raises InvalidRequest."""
+    if not abs(timeout_s) <= MAX_TIMEOUT_S:  # also false for NaN
+        raise InvalidRequest(f"a call may take {MAX_TIMEOUT_S:g} seconds at most, not {timeout_s}", "timeout_s")
+    return time.monotonic() + timeout_s
 
 
 def _check_texts(**texts: str) -> None:
