@@ -32,8 +32,8 @@ class BoardDoor:
     def __init__(
         self,
         board: Board,
-        opened: Callable[[str, Callable[[int, int], bool]], object] | None = None,
-        gone: Callable[[str], object] | None = None,
+        opened: Callable[[str, Callable[[int, int], bool]], object],
+        gone: Callable[[str], object],
     ) -> None:
         """``opened`` and ``gone`` are called with a client's writer id, which is never reused. ``opened`` also gets
         the function that offers this client a slot to fill (``Board.give``)."""
@@ -103,8 +103,7 @@ class BoardDoor:
             return
         writer_id = f"near{secrets.token_hex(WRITER_ID_BYTES // 2 - 2)}"
         self._clients[client] = (number, writer_id)
-        if self._opened is not None:
-            self._opened(writer_id, functools.partial(self._board.give, number))
+        self._opened(writer_id, functools.partial(self._board.give, number))
         asyncio.get_running_loop().add_reader(client, self._leave, client)  # it sends nothing, so readable means closed
         try:
             socket.send_fds(client, [GREETING + writer_id.encode()], files)
@@ -118,8 +117,7 @@ class BoardDoor:
         asyncio.get_running_loop().remove_reader(client)
         client.close()
         self._board.drop_mailbox(number)
-        if self._gone is not None:
-            self._gone(writer_id)
+        self._gone(writer_id)
 
 
 def _is_same_user(sock: socket.socket) -> bool:

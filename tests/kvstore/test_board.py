@@ -67,7 +67,7 @@ async def open_desk(num_slots: int) -> AsyncIterator[Desk]:
     segment = Segment.create("desk", SLOT_BYTES, num_slots)
     board = Board.create(segment)
     assert board is not None, "no C++ compiler"
-    door = BoardDoor(board)
+    door = BoardDoor(board, opened=lambda writer, give: None, gone=lambda writer: None)
     door.open()
     reader = await asyncio.to_thread(BoardReader.open, door.path)
     assert reader is not None
