@@ -113,7 +113,8 @@ class TransferEngine:
             cut(request, self._paced_slice or link.slice_bytes) for request, link in zip(requests, links, strict=True)
         ]
         transfers = [
-            Transfer(parts, request, checksums) for request, (parts, checksums) in zip(requests, works, strict=True)
+            Transfer(parts, request, checksums, link.cancel)
+            for request, (parts, checksums), link in zip(requests, works, links, strict=True)
         ]
         for link in links:  # all before anything moves: a caller that gets an error has its memory back
             link.check()
@@ -233,7 +234,7 @@ class TransferEngine:
             return TransferReport("", 0, 0.0)
         if len(slices) == 1 and (report := link.run_alone(slices[0])) is not None:
             return report
-        transfer = Transfer(slices, request, checksums)
+        transfer = Transfer(slices, request, checksums, link.cancel)
         link.run(transfer, slices)
         return transfer.result()
 

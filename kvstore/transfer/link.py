@@ -118,6 +118,13 @@ class Link:
         _, crew = self._accept(transfer, slices, is_driver=False)
         self._send_out(crew)
 
+    def cancel(self, transfer: Transfer) -> None:
+        """Start nothing more of it."""
+        with self._lock:
+            self._accounts.fail(transfer, Cancelled("the transfer was cancelled"), time.monotonic())
+            self._changed.notify_all()
+        self._tell()
+
     def tick(self) -> bool:
         """Check for late and stalled transfers. True while there is anything to check."""
         with self._lock:
@@ -175,7 +182,6 @@ class Link:
 
     def _accept(self, transfer: Transfer, slices: Sequence[Slice], is_driver: bool) -> tuple[Rail | None, list[Rail]]:
         """Queue the slices. Returns the rail that the caller should drive, and those for helpers."""
-        transfer.on_cancel(self._cancel)
         self._look_after()
         with self._lock:
             self._check()
@@ -311,12 +317,6 @@ class Link:
         self._tell()
 
     # The end of a transfer
-
-    def _cancel(self, transfer: Transfer) -> None:
-        with self._lock:
-            self._accounts.fail(transfer, Cancelled("the transfer was cancelled"), time.monotonic())
-            self._changed.notify_all()
-        self._tell()
 
     def _tell(self) -> None:
         """Call without the lock: waiters may call us again."""

@@ -98,7 +98,14 @@ class Transfer:
         "transport",
     )
 
-    def __init__(self, slices: Sequence[Slice], request: Request, checksums: tuple[Checksums, ...]) -> None:
+    def __init__(
+        self,
+        slices: Sequence[Slice],
+        request: Request,
+        checksums: tuple[Checksums, ...],
+        cancel: Callable[[Transfer], None],
+    ) -> None:
+        """``cancel`` is the link's."""
         self.deadline = request.deadline
         self.priority = request.priority
         self.checksums = checksums
@@ -114,7 +121,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._event: threading.Event | None = None
         self._callbacks: list[Callable[[Transfer], object]] = []
-        self._cancel: Callable[[Transfer], None] | None = None
+        self._cancel = cancel
 
     @property
     def has_ended(self) -> bool:
@@ -154,8 +161,7 @@ class Transfer:
     def cancel(self) -> None:
         """Start nothing more of it. It ends, with Cancelled, when what is in flight has ended; a stalled path is not
         waited for."""
-        if self._cancel is not None:
-            self._cancel(self)
+        self._cancel(self)
 
     def when_ended(self, callback: Callable[[Transfer], object]) -> None:
         """Call ``callback`` once, now or from the thread that ends the transfer. It must be quick and not raise."""
@@ -175,10 +181,6 @@ class Transfer:
             event.set()
         for callback in callbacks:
             callback(self)
-
-    def on_cancel(self, cancel: Callable[[Transfer], None]) -> None:
-        """For the link only."""
-        self._cancel = cancel
 
 
 def cut(request: Request, slice_bytes: Callable[[int], int]) -> tuple[list[Slice], tuple[Checksums, ...]]:
