@@ -148,8 +148,7 @@ class NativeWire(Wire):
         _ASKED.pack_into(
             self._asked, 0, *ranges, address_of(local), part.nbytes, sums_at, part.checksum_bytes, part.deadline
         )
-        while (code := self._exchange(self._at)) == errno.EINTR:  # Python has handled a signal: continue where we were
-            pass
+        code = _finished(self._exchange, self._at)
         if code == _OTHER:
             return 0
         check_code(code)
@@ -161,13 +160,11 @@ class NativeWire(Wire):
         return bytes(self._reply)
 
     def _move(self, move: _Move, flow: _Flow, head: bytes | bytearray, part: Slice) -> None:
-        rows = _parts(address_of(head), len(head), part, True)
+        rows = _parts(head, part)
         rows_at, length = rows.buffer_info()
         flow.part = flow.offset = flow.hashed_part = flow.hashed_offset = 0
-        code = errno.EINTR
-        while code == errno.EINTR:
-            code = move(ctypes.addressof(flow), rows_at, length // 3, part.checksum_bytes, part.deadline)
-        check_code(code)
+        flow_at = ctypes.addressof(flow)
+        check_code(_finished(move, flow_at, rows_at, length // 3, part.checksum_bytes, part.deadline))
 
     def _tick(self, option: int) -> int:
         return int(self._flows[option].tick_us)
@@ -203,34 +200,25 @@ class NativeKeyed:
         self.answer = memoryview(self._state.answer).cast("B")  # to the last ``ask`` or ``put``
 
     def ask(self, request: bytes, answer_bytes: int, deadline: float) -> None:
-        code = errno.EINTR
-        while code == errno.EINTR:
-            code = self._library.keyed_ask(self._at, request, len(request), answer_bytes, deadline)
-        check_code(code)
+        check_code(_finished(self._library.keyed_ask, self._at, request, len(request), answer_bytes, deadline))
 
     def get(self, request: bytes, into: memoryview, deadline: float) -> tuple[int, bool]:
         """The requested block: its length, 0 if it is not there, and whether it matches its checksums. If it is
         longer than ``into``, nothing has been received, and the connection is unusable."""
-        address, length, code = address_of(into), ctypes.c_uint64(), errno.EINTR
-        length_at, room = ctypes.addressof(length), into.nbytes
-        while code == errno.EINTR:
-            code = self._library.keyed_get(self._at, request, len(request), address, room, length_at, deadline)
-        check_code(code)
+        length = ctypes.c_uint64()
+        where = address_of(into), into.nbytes, ctypes.addressof(length)
+        check_code(_finished(self._library.keyed_get, self._at, request, len(request), *where, deadline))
         return length.value, bool(self._state.is_right)
 
     def receive(self, into: memoryview, ranges: int, deadline: float) -> bool:
         """The next block of the answer. Returns whether it matches its checksums."""
-        address, code = ctypes.addressof(ctypes.c_char.from_buffer(into)), errno.EINTR
-        while code == errno.EINTR:
-            code = self._library.keyed_receive(self._at, address, into.nbytes, ranges, deadline)
-        check_code(code)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(into))
+        check_code(_finished(self._library.keyed_receive, self._at, address, into.nbytes, ranges, deadline))
         return bool(self._state.is_right)
 
     def put(self, head: bytes, data: memoryview, ranges: int, deadline: float) -> None:
-        address, code = address_of(data), errno.EINTR
-        while code == errno.EINTR:
-            code = self._library.keyed_put(self._at, head, len(head), address, data.nbytes, ranges, deadline)
-        check_code(code)
+        block = address_of(data), data.nbytes, ranges
+        check_code(_finished(self._library.keyed_put, self._at, head, len(head), *block, deadline))
 
 
 def hashes(part: Slice) -> bool:
@@ -249,17 +237,25 @@ def suits(part: Slice) -> bool:
     return is_worth_it and hashes(part)
 
 
-def _parts(head_at: int, head_bytes: int, part: Slice, hashed: bool) -> array[int]:
+def _parts(head: bytes | bytearray, part: Slice) -> array[int]:
     """``Part`` of wire.cpp for the head and for each piece: address, bytes, address of its checksums."""
-    rows = array("Q", (head_at, head_bytes, 0))
+    rows = array("Q", (address_of(head), len(head), 0))
     if type(part.pieces) is PieceTable:
         rows.frombytes(part.pieces.parts())
         return rows
-    sums_at = [address_of(each) for each in part.sums] if hashed and part.sums else itertools.repeat(0)
-    for piece, sum_at in zip(part.pieces, sums_at):  # noqa: B905
+    sums_at = [address_of(each) for each in part.sums] if part.sums else itertools.repeat(0)
+    for piece, sum_at in zip(part.pieces, sums_at, strict=False):
         local = piece.local
         rows.extend((address_of(local), len(local), sum_at))
     return rows
+
+
+def _finished(call: Callable[..., int], *arguments: object) -> int:
+    """The code that a function of wire.cpp ends with. After EINTR Python has handled a signal, and it goes on where it
+    was."""
+    while (code := call(*arguments)) == errno.EINTR:
+        pass
+    return code
 
 
 def check_code(code: int) -> None:
