@@ -54,7 +54,7 @@ from mooncake.model_config import ModelConfig
 from mooncake.precision import WeightFormat
 
 DTYPES = ("float32", "bfloat16")
-OTHER_FAMILIES: dict[str, type[Decoder]] = {
+DECODERS: dict[str, type[Decoder]] = {  # of all families but Llama's
     "gpt2": Gpt2,
     "gpt_bigcode": GptBigCode,
     "opt": Opt,
@@ -221,7 +221,7 @@ def load_part(
 def _family_of(config: ModelConfig) -> type[Decoder] | None:
     """None: the Llama family. Granite 4 has members with and without Mamba, under one name."""
     is_granite = config.architecture == "granitemoehybrid"
-    return GraniteMamba if is_granite and config.mamba else OTHER_FAMILIES.get(config.architecture)
+    return GraniteMamba if is_granite and config.mamba else DECODERS.get(config.architecture)
 
 
 def _for_llama(what: str, checkpoint: Checkpoint) -> str:

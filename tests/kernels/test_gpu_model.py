@@ -37,7 +37,7 @@ from mooncake.model.decoder import Decoder
 from mooncake.model.gpt import Mpt
 from mooncake.model.gpu_model import GpuModel, fitting_into
 from mooncake.model.llama import CausalLM
-from mooncake.model.load import OTHER_FAMILIES, load_model
+from mooncake.model.load import DECODERS, load_model
 from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import LatentAttention, ModelConfig, Routing
 from mooncake.page_groups import UNIFORM, PageGroups
@@ -206,7 +206,7 @@ def tokens_of(
 )
 def test_the_engine_on_gpu_kernels_gives_the_tokens_of_the_definition(family: str) -> None:
     config = ModelConfig(architecture=family, **(SHAPE | FAMILIES[family]))
-    made = OTHER_FAMILIES.get(family, CausalLM)
+    made = DECODERS.get(family, CausalLM)
     generator = torch.Generator().manual_seed(5)
     weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
     random = np.random.default_rng(2)
@@ -294,9 +294,7 @@ def test_graphs_over_another_cache_are_captured_in_memory_of_their_own() -> None
 def test_a_replayed_step_of_a_mixture_asks_the_host_nothing(family: str) -> None:
     config = ModelConfig(architecture=family, **(SHAPE | FAMILIES[family]))
     weights = {name: torch.randn(shape) * 0.2 for name, shape in weight_shapes(config).items()}
-    model = GpuModel(
-        lambda kernels: OTHER_FAMILIES[family](config, weights, kernels=kernels), 2, torch.float32, buckets=(2,)
-    )
+    model = GpuModel(lambda kernels: DECODERS[family](config, weights, kernels=kernels), 2, torch.float32, buckets=(2,))
     with torch.inference_mode():
         captured = model._capture(2, torch.zeros((5, 2, 2, 2, BLOCK_TOKENS, 16), device=DEVICE))
         with Asked() as asked:
@@ -392,7 +390,7 @@ def test_steps_that_are_replayed_ahead_give_the_tokens_of_the_definition(
 ) -> None:
     """The interpreter has no graphs, but the code around them runs."""
     config = ModelConfig(architecture=family, **(SHAPE | changes))
-    made = OTHER_FAMILIES.get(family, CausalLM)
+    made = DECODERS.get(family, CausalLM)
     generator = torch.Generator().manual_seed(5)
     weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
     random = np.random.default_rng(2)
