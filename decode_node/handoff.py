@@ -99,6 +99,7 @@ TRANSITIONS: dict[HandoffState, dict[HandoffEvent, HandoffState]] = {
 }
 """An event that is not listed is refused: a writer may open or commit too late or twice; others would be our bug."""
 
+BEING_COMPUTED = frozenset({_S.ANNOUNCED, _S.RESERVED})
 GIVEN_UP = frozenset({_S.REVOKING, _S.QUARANTINED, _S.FREEING, _S.FREED})
 
 

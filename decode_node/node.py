@@ -9,6 +9,7 @@ from decode_node.role import DecodeRole, open_segment
 from mooncake.config import Config
 from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
+from mooncake.engine.loop import RestAfter
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2
@@ -33,6 +34,10 @@ class DecodeNode(EngineNode):
     @property
     def _hook(self) -> StepHook:
         return self._role.hook
+
+    @property
+    def _rest_after(self) -> RestAfter:
+        return self._role.rest_after_s
 
     def _info(self) -> cluster_pb2.NodeInfo:
         info = super()._info()

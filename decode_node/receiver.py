@@ -16,7 +16,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import TypeVar
 
-from decode_node.handoff import Handoff, HandoffEvent, HandoffState
+from decode_node.handoff import BEING_COMPUTED, Handoff, HandoffEvent, HandoffState
 from decode_node.reservations import ReservationQueue
 from kvstore.checksum import digest, range_checksums
 from kvstore.transfer.server import SegmentServer
@@ -73,6 +73,11 @@ class Receiver:
     @property
     def num_open(self) -> int:
         return len(self._handoffs)
+
+    @property
+    def awaits_prompts(self) -> bool:
+        """Whether prompts queue or are computed for this node. May be called from any thread."""
+        return any(entry.handoff.state in BEING_COMPUTED for entry in list(self._handoffs.values()))
 
     @property
     def num_waiting(self) -> int:

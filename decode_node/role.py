@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from decode_node.receiver import Receiver
 from decode_node.service import DecodeServicer
@@ -55,6 +56,8 @@ class DecodeRole:
             advertise=config.node.advertise,
         )
         self.receiver = Receiver(host.thread, self._segment_server, host.mirror, layout)
+        self._rests_per_step = 1 / config.node.decode_share - 1
+        self._most_s = config.conductor.tbt_limit_ms / 1e3 or math.inf  # from one step to the next
 
     @property
     def address(self) -> SegmentAddress:
@@ -67,6 +70,13 @@ class DecodeRole:
         self._writeback.start()
         self._servicer = DecodeServicer(self._host, self.receiver, self.hook, self.address)
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._servicer, "mooncake.v1.Decode")
+
+    def rest_after_s(self, step_s: float) -> float:
+        """How long the engine leaves its cores, after a step of ``step_s``, to the prompts that are computed for this
+        node. May be called from any thread."""
+        if not self._rests_per_step or not self.receiver.awaits_prompts:
+            return 0.0
+        return min(step_s * self._rests_per_step, self._most_s - step_s)
 
     @property
     def is_idle(self) -> bool:

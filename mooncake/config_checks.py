@@ -44,7 +44,6 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     "model.max_model_len",
     "cluster.coupled",
-    "cluster.decode_nice",
     "conductor.node_wait_s",
     "conductor.retries",
     "conductor.ttft_limit_ms",
@@ -66,7 +65,6 @@ _NOT_NEGATIVE = (
     "transfer.max_mb_per_s",
     "node.drain_s",
     "node.step_timeout_s",
-    "node.nice",
     "pool_layout.tensor_parallel",
     "pool_layout.block_tokens",
     "store.block_bytes",
@@ -92,6 +90,7 @@ _AT_LEAST_ONE = (
     "cluster.prefill",
     "cluster.decode",
 )
+_SHARES = ("cluster.decode_share", "node.decode_share")
 _BETWEEN = {
     "block.tokens": range(1, 1025),
     "transfer.streams": range(1, 17),
@@ -125,6 +124,7 @@ def _check_numbers(config: Config) -> None:
     _require(config, _POSITIVE, "must be positive", lambda value: 0 < value < math.inf)
     _require(config, _NOT_NEGATIVE, "must not be negative", lambda value: 0 <= value < math.inf)
     _require(config, _AT_LEAST_ONE, "must be at least 1", lambda value: value >= 1)
+    _require(config, _SHARES, "must be between 0.01 and 1", lambda value: 0.01 <= value <= 1)
     for name, allowed in _BETWEEN.items():
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
 

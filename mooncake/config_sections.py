@@ -210,7 +210,9 @@ class ClusterSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     coupled: int = 0  # nodes that do both, by [prefill], instead of all others: a baseline without hand-offs
     switchable: bool = False  # nodes that can change between prefill and decode while they run
     pin: bool = False  # give each prefill and decode node its own cores, as many as it has threads
-    decode_nice: int = 5  # nice value of decode relative to prefill where they share cores; 0: none
+    # Where prefill and decode share cores: the part of the time that decode steps take while prompts are computed for
+    # their node; 1: all that the system gives them
+    decode_share: float = 0.33
 
     @property
     def num_prefill(self) -> int:
@@ -238,7 +240,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_s: float = 25.0  # how long requests on a prefill or decode node may finish when it is asked to stop
     step_timeout_s: float = 600.0  # without progress in a step: the computation hangs, and the node exits; 0: never
     cores: tuple[int, ...] = ()  # for the process; []: all
-    nice: int = 0  # gives way to others on its cores, up to 19
+    decode_share: float = 1.0  # part of the time that decode steps take while prompts are computed for this node
 
     @property
     def reached_at(self) -> str:

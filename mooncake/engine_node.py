@@ -21,6 +21,7 @@ from mooncake.config import Config, EngineSection, transfer_secret
 from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
 from mooncake.engine.host import EngineHost, HostPlan
+from mooncake.engine.loop import RestAfter
 from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership, check_settings, first_end
@@ -89,6 +90,11 @@ class EngineNode:
         """The roles' hook."""
         raise NotImplementedError
 
+    @property
+    def _rest_after(self) -> RestAfter | None:
+        """How the engine shares its cores; None: it never rests."""
+        return None
+
     async def start(self) -> None:
         """Cleans up after itself when it fails half-way; ``stop`` may then be called or not."""
         try:
@@ -101,7 +107,7 @@ class EngineNode:
             self.host = await EngineHost.open(plan, self._events, self._open_memory(plan.cache_size))
             self._cleanup.push_async_callback(self.host.stop)
             self._roles.extend(self._make_roles())
-            self.host.run(self._hook)
+            self.host.run(self._hook, self._rest_after)
             await self._serve()
             await self._join()
         except BaseException:

@@ -21,6 +21,7 @@ from mooncake.app.role_main import run_role
 from mooncake.config import Config, EngineSection
 from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
+from mooncake.engine.loop import RestAfter
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.engine_node import EngineNode, NodeRole
@@ -91,6 +92,10 @@ class ComputeNode(EngineNode):
     @property
     def _hook(self) -> StepHook:
         return BothHooks(self._prefill.hook, self._decode.hook)
+
+    @property
+    def _rest_after(self) -> RestAfter:
+        return self._decode.rest_after_s
 
     async def stop(self) -> None:
         """Stop after the running requests have ended, or after ``node.drain_s``. Idempotent."""

@@ -27,8 +27,8 @@ from mooncake.app.preflight import (
     check_memory,
     check_ports,
     cores_of_nodes,
+    decode_share,
     hold_ports,
-    niceness,
     openmp_threads,
     resolve,
 )
@@ -227,7 +227,7 @@ class LocalCluster:
         section = {"prefill": self.config.prefill, "decode": self.config.decode}.get(child.role)
         threads = openmp_threads(section, self.config) if section else 1
         cores = self._cores.get(child.node_id, ())
-        nice = niceness(child.role, self.config)
+        share = decode_share(self.config)
         child.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",  # do not import from the working directory, which may have a folder named like a role
@@ -239,7 +239,7 @@ class LocalCluster:
             f"node.id={child.node_id}",
             *(("--set", f"node.role={child.role}") if self._package(child) == SWITCHABLE else ()),
             *(("--set", f"node.cores={list(cores)}") if cores else ()),
-            *(("--set", f"node.nice={nice}") if nice else ()),
+            *(("--set", f"node.decode_share={share}") if section and share < 1 else ()),
             "--log-level",
             self._log_level,
             stdin=asyncio.subprocess.DEVNULL,

@@ -74,18 +74,16 @@ def _share_of_cores(config: Config) -> int:
     return max(1, available_cores() // (config.cluster.num_prefill + config.cluster.num_decode))
 
 
-def niceness(child_role: str, config: Config) -> int:
-    """The niceness of a node where prefill and decode share cores.
+def decode_share(config: Config) -> float:
+    """``node.decode_share`` of the nodes that are started here: below 1 where prefill and decode share cores.
 
-    Decode nodes yield to prefill: a decode step takes as long for one sequence as for a few, since it reads the same
-    weights. If small batches had half of the cores, prompts would queue and batches would stay small. A switchable node
-    keeps niceness 0, because it could not lower its niceness when it becomes a prefill node.
+    A decode step takes as long for one sequence as for a few, since it reads the same weights. If small batches took
+    the cores again and again, prompts would queue and batches would stay small.
     """
     cluster, cores = config.cluster, available_cores()
     threads = cluster.num_prefill * config.prefill.all_threads + cluster.num_decode * config.decode.all_threads
     on_cpu = config.prefill.device == config.decode.device == "cpu"
-    gives_way = child_role == "decode" and on_cpu and threads > cores and not (cluster.pin or cluster.switchable)
-    return cluster.decode_nice if gives_way else 0
+    return cluster.decode_share if on_cpu and threads > cores and cluster.num_decode and not cluster.pin else 1.0
 
 
 def cores_of_nodes(config: Config) -> dict[str, tuple[int, ...]]:

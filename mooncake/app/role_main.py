@@ -67,7 +67,6 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         set_up_logging(config.node.id or f"{name}-{os.getpid()}", arguments.log_level)
         die_with_parent()
         pin_to(config.node.cores)
-        give_way(config.node.nice)
         raise_file_limit()
         run_async(_serve(name, build(config), STOP_GRACE_S + config.node.drain_s))
     except (ConfigError, ModelError, Unauthenticated) as error:
@@ -263,17 +262,6 @@ def pin_to(cores: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cores)
     except (AttributeError, OSError, ValueError) as error:
         raise ConfigError(f"this process cannot run on the cores {list(cores)} (node.cores): {error}") from None
-
-
-def give_way(nice: int) -> None:
-    """Raise the niceness of this process and its future threads."""
-    if not nice:
-        return
-    os.nice(nice)
-    # If Linux divides the cores among sessions first (autogroup), niceness has no effect between sessions: set the
-    # session's own.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(nice))
 
 
 def raise_file_limit() -> None:

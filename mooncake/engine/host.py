@@ -24,7 +24,7 @@ from mooncake.engine.contract import StepHook
 from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.engine.engine import Engine
 from mooncake.engine.live_adapters import LiveAdapters
-from mooncake.engine.loop import EngineThread, watch_steps
+from mooncake.engine.loop import EngineThread, RestAfter, watch_steps
 from mooncake.engine.node_hook import NodeHook, StepSamples
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
@@ -116,10 +116,10 @@ class EngineHost:
         host._log_ready(time.monotonic() - started_s)
         return host
 
-    def run(self, hook: StepHook) -> None:
-        """Start stepping."""
+    def run(self, hook: StepHook, rest_after: RestAfter | None = None) -> None:
+        """Start stepping; see ``EngineThread.start``."""
         node_hook = NodeHook(hook, self.samples, self._publish_events)
-        self.thread.start(node_hook)
+        self.thread.start(node_hook, rest_after)
         if timeout_s := self.config.node.step_timeout_s:
             watch = watch_steps(self.thread, lambda: node_hook.num_layers, timeout_s)
             self._watch = asyncio.create_task(watch, name="watch steps")

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -28,6 +29,10 @@ OnOutput = Callable[[StepOutput | MooncakeError], None]
 """Called with each token of a request's answers, or once with the error that ended it. It runs on the engine's thread
 and must not block."""
 
+RestAfter = Callable[[float], float]
+"""Seconds to rest after a step of so many seconds, so that others get the cores. Called on the engine's thread, again
+after each call that it serves during the rest."""
+
 
 class EngineThread:
     """Does nothing until ``start``. All methods but that one may be called from any thread."""
@@ -39,15 +44,17 @@ class EngineThread:
         self.num_done = 0  # steps and calls
         self._ending = "the engine is stopping"
         self._hook = NO_HOOK
+        self._rest_after: RestAfter | None = None
         self._calls: queue.SimpleQueue[tuple[Callable[[], None], Future[Any]]] = queue.SimpleQueue()
         self._listeners: dict[str, OnOutput] = {}
         self._lock = threading.Lock()  # between posting calls and stopping
         self._is_stopping = self._is_given_up = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def start(self, hook: StepHook = NO_HOOK) -> None:
-        """Step with this hook. Once."""
+    def start(self, hook: StepHook = NO_HOOK, rest_after: RestAfter | None = None) -> None:
+        """Step with this hook, and rest after steps if the engine shares its cores. Once."""
         self._hook = hook
+        self._rest_after = rest_after
         self._thread.start()
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
@@ -135,7 +142,10 @@ class EngineThread:
         is_stuck = False
         while not self._is_stopping:
             self._serve_calls(wait=is_stuck or not self.engine.has_work)
+            began_s = time.monotonic()
             is_stuck = not self._step()
+            if self._rest_after is not None:
+                self._rest(self._rest_after, began_s)
 
     def _serve_calls(self, *, wait: bool) -> None:
         self.is_idle = wait
@@ -146,6 +156,17 @@ class EngineThread:
                 call()
                 self.num_done += 1
                 call, _ = self._calls.get_nowait()
+
+    def _rest(self, rest_after: RestAfter, began_s: float) -> None:
+        ended_s = time.monotonic()
+        while not self._is_stopping:
+            left_s = ended_s + rest_after(ended_s - began_s) - time.monotonic()
+            if left_s <= 0:
+                return
+            with contextlib.suppress(queue.Empty):
+                call, _ = self._calls.get(timeout=left_s)
+                call()
+                self.num_done += 1
 
     def _step(self) -> bool:
         """Returns False when there is nothing to do until the next call."""

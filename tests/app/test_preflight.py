@@ -21,10 +21,10 @@ from mooncake.app.preflight import (
     check_memory,
     check_ports,
     cores_of_nodes,
+    decode_share,
     free_port,
     hold_ports,
     memory_need,
-    niceness,
     openmp_threads,
     parameter_count,
     port_holder,
@@ -233,20 +233,13 @@ def test_a_process_stays_on_the_cores_it_was_given() -> None:
 def test_decode_gives_way_only_where_it_shares_cores_with_prefill() -> None:
     cores = available_cores()
     shared = [f"prefill.threads={cores}", f"decode.threads={cores}"]
-    assert niceness("decode", load_config(overrides=shared)) == 5
-    assert niceness("prefill", load_config(overrides=shared)) == 0
-    assert niceness("decode", load_config(overrides=[*shared, "cluster.decode_nice=0"])) == 0
-    assert niceness("decode", load_config(overrides=[*shared, "cluster.switchable=true"])) == 0
-    assert niceness("decode", load_config(overrides=[*shared, "prefill.device='cuda'"])) == 0
+    assert decode_share(load_config(overrides=shared)) == 0.33
+    assert decode_share(load_config(overrides=[*shared, "cluster.switchable=true"])) == 0.33
+    assert decode_share(load_config(overrides=[*shared, "cluster.decode_share=0.5"])) == 0.5
+    for alone in ("prefill.device='cuda'", "cluster.pin=true", "cluster.coupled=1"):
+        assert decode_share(load_config(overrides=[*shared, alone])) == 1
     if cores > 1:
-        assert niceness("decode", load_config(overrides=["prefill.threads=1", "decode.threads=1"])) == 0
-
-
-def test_a_process_and_its_threads_give_way() -> None:
-    program = (
-        "import os, threading\nfrom mooncake.app.role_main import give_way\n"
-        "before = os.nice(0)\ngive_way(3)\n"
-        "thread = threading.Thread(target=lambda: print(os.nice(0) - before))\nthread.start()\nthread.join()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "3"
+        assert decode_share(load_config(overrides=["prefill.threads=1", "decode.threads=1"])) == 1
+    for nonsense in (0, 1.5, "nan"):
+        with pytest.raises(ConfigError, match=r"cluster\.decode_share must be between 0\.01 and 1"):
+            load_config(overrides=[f"cluster.decode_share={nonsense}"])

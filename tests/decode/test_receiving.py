@@ -29,7 +29,7 @@ HANDOFF_TIMEOUT_S = 0.2
 PROMPT = [7 * i % 101 + 1 for i in range(150)]
 
 
-def config_of(node_id: str, model: Path, decode_gb: float = 0.05) -> Config:
+def config_of(node_id: str, model: Path, *overrides: str) -> Config:
     return load_config(
         None,
         [
@@ -37,15 +37,17 @@ def config_of(node_id: str, model: Path, decode_gb: float = 0.05) -> Config:
             f"model.path={model}",
             "node.conductor='127.0.0.1:9'",  # nobody there
             "prefill.kv_gb=0.05",
-            f"decode.kv_gb={decode_gb}",
+            "decode.kv_gb=0.05",
             f"transfer.handoff_timeout_s={HANDOFF_TIMEOUT_S}",
+            *overrides,
         ],
     )
 
 
 @contextlib.asynccontextmanager
-async def pair(model: Path) -> AsyncIterator[tuple[PrefillNode, DecodeNode]]:
-    prefill, decode = PrefillNode(config_of("prefill-t", model)), DecodeNode(config_of("decode-t", model))
+async def pair(model: Path, *overrides: str) -> AsyncIterator[tuple[PrefillNode, DecodeNode]]:
+    """``overrides`` are the decode node's."""
+    prefill, decode = PrefillNode(config_of("prefill-t", model)), DecodeNode(config_of("decode-t", model, *overrides))
     await decode.start()
     await prefill.start()
     try:
@@ -100,6 +102,38 @@ async def test_whoever_leaves_just_when_the_hand_off_is_committed_leaves_no_bloc
         await asyncio.sleep(0.5)  # for the node to hear of it
         step_ends.set()
         await until(lambda: decode.host.engine.block_pool.num_in_use == 0, 30)
+        await channels.close()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("limit_ms", "rest_s"), [(0, 0.03), (25, 0.015), (5, 0.0)])
+async def test_decode_steps_leave_their_cores_to_prompts_that_this_node_waits_for(
+    limit_ms: int, rest_s: float, tmp_path: Path
+) -> None:
+    write_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    channels, begun, may_go_on = Channels(), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def hold(layer: int) -> None:
+        loop.call_soon_threadsafe(begun.set)
+        may_go_on.wait(60)
+
+    overrides = ("node.decode_share=0.25", f"conductor.tbt_limit_ms={limit_ms}")
+    async with pair(tmp_path / "model", *overrides) as (prefill, decode):
+        rest_after_s = decode._role.rest_after_s
+        assert rest_after_s(0.01) == 0
+        prefill.streamer.listeners.append(hold)
+        calls = ask(channels, prefill, decode)
+        reading = [asyncio.create_task(anext(aiter(call))) for call in calls]
+        await begun.wait()
+        await until(lambda: decode.receiver.awaits_prompts, 30)
+        assert max(rest_after_s(0.01), 0) == pytest.approx(rest_s)
+        may_go_on.set()
+        await asyncio.gather(*reading)
+        await until(lambda: not decode.receiver.awaits_prompts, 30)
+        assert rest_after_s(0.01) == 0
+        for call in calls:
+            call.cancel()
         await channels.close()
 
 
@@ -160,7 +194,10 @@ async def test_a_prompt_may_take_longer_than_a_hand_off(tmp_path: Path) -> None:
 async def test_when_room_is_short_a_long_prompt_is_not_overtaken_by_short_ones(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", max_position_embeddings=512)
     block_bytes = open_checkpoint(str(tmp_path / "model")).kv_layout(64, "float32").block_bytes
-    node, channels = DecodeNode(config_of("decode-t", tmp_path / "model", 6.5 * block_bytes / 1e9)), Channels()
+    node, channels = (
+        DecodeNode(config_of("decode-t", tmp_path / "model", f"decode.kv_gb={6.5 * block_bytes / 1e9}")),
+        Channels(),
+    )
     await node.start()
     stub = decode_pb2_grpc.DecodeStub(channels.get(node.control_address))
     generating, answered = [], []

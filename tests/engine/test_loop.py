@@ -314,3 +314,48 @@ def test_a_step_that_fails_after_it_was_given_up_says_nothing(caplog: pytest.Log
     thread._thread.join(WAIT_S)
     assert not thread._thread.is_alive() and thread.engine.block_pool.num_in_use == 0
     assert not caplog.records
+
+
+class Rests:
+    """Long rests, until they are over; remembers which steps they followed."""
+
+    def __init__(self) -> None:
+        self.are_over = False
+        self.has_begun = threading.Event()
+        self.steps_s: list[float] = []
+
+    def __call__(self, step_s: float) -> float:
+        self.steps_s.append(step_s)
+        self.has_begun.set()
+        return 0.0 if self.are_over else 10 * WAIT_S
+
+
+def test_a_resting_engine_serves_calls_and_goes_on_when_they_end_its_rest() -> None:
+    rests, inbox = Rests(), Inbox()
+    thread = EngineThread(hash_engine())
+    thread.start(rest_after=rests)
+    prompt = random_prompt(5, 0)
+    thread.add(hash_sequence("r", prompt), inbox)
+    assert rests.has_begun.wait(WAIT_S)
+    computed = thread.call(lambda engine: engine.load().computed_tokens).result(WAIT_S)
+    assert thread.call(lambda engine: engine.load().computed_tokens).result(WAIT_S) == computed  # no step in between
+    assert len(set(rests.steps_s)) <= 2  # of one step, or of that which had nothing to do before it
+
+    def end(_: object) -> None:
+        rests.are_over = True
+
+    thread.call(end)
+    assert inbox.answer() == true_answer(prompt, 12)
+    thread.stop()
+
+
+def test_an_engine_that_rests_stops_at_once() -> None:
+    rests, inbox = Rests(), Inbox()
+    thread = EngineThread(hash_engine())
+    thread.start(rest_after=rests)
+    thread.add(hash_sequence("r", random_prompt(5, 0)), inbox)
+    assert rests.has_begun.wait(WAIT_S)
+    thread.stop()
+    while isinstance(last := inbox.next(), StepOutput):
+        assert last.finish_reason is None
+    assert isinstance(last, NodeUnavailable)
