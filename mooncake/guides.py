@@ -145,7 +145,7 @@ def _grammar(guide: Guide) -> str:
                 return _json_grammar(guide.text)
             case GuideKind.CHOICE:
                 choices = json.loads(guide.text)
-                if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+                if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
                     raise ValueError("a choice is a list of texts")
                 return grammar_from("choice", guide.text)
             case GuideKind.REGEX:
@@ -155,6 +155,10 @@ def _grammar(guide: Guide) -> str:
                 return grammar_from("grammar", guide.text)
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"the {guide.kind} guide is not valid: {_sentence(str(error))}", "guide") from None
+
+
+def _is_text(choice: object) -> bool:
+    return isinstance(choice, str) and choice != ""
 
 
 def _sentence(report: str) -> str:
