@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -99,8 +99,10 @@ def _message(message: Message) -> ChatMessage:
         raise InvalidRequest('a message is {"role": …, "content": …}', "messages")
     if isinstance(message, Mapping):
         message = _from_mapping(message)
+    if message.role == "developer":  # OpenAI's newer name
+        return replace(message, role="system")
     if message.role not in (*ROLES, "tool"):
-        known = ", ".join((*ROLES, "tool"))
+        known = ", ".join((*ROLES, "developer", "tool"))
         raise InvalidRequest(f"the role {shown(message.role)} is not supported; known: {known}", "messages")
     return message
 
