@@ -32,6 +32,8 @@ _ABSENT = _by_name(
             "an LLM does not sleep: close() frees its memory, reset_prefix_cache() forgets cached blocks"
         ),
         ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"): _WEIGHTS,
+        ("shutdown_weight_transfer_engine", "start_draft_weight_update"): _WEIGHTS,
+        ("get_weight_version", "update_weight_version"): _WEIGHTS,
         ("enqueue", "enqueue_chat", "wait_for_completion"): _QUEUE,
         ("collective_rpc", "apply_model", "llm_engine", "get_world_size"): _WORKERS,
         ("start_profile", "stop_profile", "get_metrics"): _METRICS,
@@ -53,6 +55,10 @@ _NO_CHOICE = "there is nothing to choose, leave it out"
 _BEAMS = "LLM.beam_search(prompts, BeamSearchParams(…)) searches beams"
 _TEMPLATE = "the model's own template is used; chat_template_kwargs are its variables"
 _PART = "get_tokenizer().encode(text) is a prompt, and so is a part of it"
+_DRAWN = "logit_bias, allowed_token_ids, bad_words and structured_outputs say what may be drawn"
+_QUANTISED = 'it is found in the model\'s folder; weights="int8" quantises other models'
+_SPECULATION = "speculative_tokens, and draft_model for one that guesses"
+_CLUSTER = "an LLM is one engine; a cluster (mooncake serve) has several, around one pool of KV"
 
 
 OF_LLM = _by_name(
@@ -65,20 +71,33 @@ OF_LLM = _by_name(
         ("block_size",): "it is block_tokens here",
         ("kv_cache_dtype",): "it is kv_dtype here",
         ("swap_space",): "it is swap_gb here",
-        ("quantization",): 'it is found in the model\'s folder; weights="int8" quantises other models',
+        ("quantization", "quantization_config"): _QUANTISED,
         (
             "enable_lora",
             "max_loras",
             "max_lora_rank",
             "max_cpu_loras",
         ): "adapters={NAME: FOLDER}, of any number and rank",
-        ("speculative_config",): "speculative_tokens, and draft_model for one that guesses",
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"): _SPECULATION,
+        ("prefill_context_parallel_size",): "it is context_parallel_size here",
+        ("enable_expert_parallel",): "tensor_parallel_size cuts experts like all layers",
+        ("data_parallel_size", "kv_transfer_config", "kv_offloading_size"): _CLUSTER,
+        ("logits_processors",): f"SamplingParams: {_DRAWN}",
+        ("override_generation_config",): "change what get_default_sampling_params() returns, and give that",
+        ("reasoning_parser",): "reasoning is part of the text, and parsed over HTTP alone",
+        ("skip_tokenizer_init",): "SamplingParams(detokenize=False) asks for no text",
+        ("scheduling_policy",): "generate and chat take a priority",
+        ("enable_sleep_mode",): _ABSENT["sleep"],
+        ("max_logprobs",): "it is 20, as with vLLM",
         ("seed",): "SamplingParams(seed=…) has it",
         ("tokenizer", "tokenizer_mode", "chat_template", "hf_config_path", "hf_overrides"): _FOLDER,
         ("revision", "tokenizer_revision", "download_dir", "hf_token"): _NO_DOWNLOAD,
         ("enable_prefix_caching", "enable_chunked_prefill"): "it is always so, leave it out",
         ("trust_remote_code", "enforce_eager", "load_format", "disable_log_stats", "cpu_offload_gb"): _NO_CHOICE,
-        ("compilation_config", "distributed_executor_backend", "limit_mm_per_prompt", "runner", "task"): _NO_CHOICE,
+        ("compilation_config", "distributed_executor_backend", "runner", "convert", "task"): _NO_CHOICE,
+        ("structured_outputs_config", "attention_config", "disable_custom_all_reduce"): _NO_CHOICE,
+        ("async_scheduling", "served_model_name"): _NO_CHOICE,
+        ("limit_mm_per_prompt", "mm_processor_kwargs", "allowed_local_media_path"): _TEXT_ALONE,
     }
 )
 OF_CALLS = _by_name(
@@ -96,11 +115,17 @@ OF_SAMPLING = _by_name(
     {
         ("max_new_tokens", "max_completion_tokens"): "it is max_tokens here",
         ("guided_decoding", "response_format"): "structured_outputs=StructuredOutputsParams(…)",
-        ("logits_processors",): "logit_bias, allowed_token_ids, bad_words and structured_outputs say what may be drawn",
+        ("logits_processors",): _DRAWN,
         ("use_beam_search", "length_penalty", "early_stopping", "beam_width"): _BEAMS,
         ("thinking_token_budget",): "it is thinking_budget here, with the tokens that begin and end the thoughts",
         ("truncate_prompt_tokens",): _PART,
         ("skip_reading_prefix_cache",): "reset_prefix_cache() of the LLM forgets cached blocks",
+        ("logprob_token_ids",): "logprobs=20 tells of the most likely tokens, and of the one that was drawn",
+        ("prompt_logprob_token_ids", "prompt_logprob_start"): "prompt_logprobs tells of all tokens of the prompt",
+        ("trace_decode_token_ids",): "prompt_logprobs tells how likely given tokens are",
+        ("stream_interval",): "an LLM returns whole answers; over HTTP it is a field of requests",
+        ("structured_outputs",): "beam search ranks unmodified probabilities; LLM.generate takes them",  # of beams
+        ("watermarking", "routed_experts_prompt_start"): _NO_CHOICE,
         ("flat_logprobs", "skip_clone", "extra_args", "output_text_buffer_length"): _NO_CHOICE,
     }
 )

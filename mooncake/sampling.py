@@ -114,23 +114,27 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field, for any value of a wrong type or out of range."""
-        _in_range("max_tokens", self.max_tokens, 1, MAX_TOKENS)
-        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_k", self.top_k, 0, 1 << 31)
-        _in_range("top_p", self.top_p, 0.0, 1.0)  # 0, which OpenAI allows too: the most likely token
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 1e-3, 100.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("seed", self.seed, 0, (1 << 64) - 1)
+        check_range("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        check_range("min_tokens", self.min_tokens, 0, MAX_TOKENS)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, and max_tokens only {self.max_tokens}", "min_tokens"
+            )
+        check_range("temperature", self.temperature, 0.0, 100.0)
+        check_range("top_k", self.top_k, 0, 1 << 31)
+        check_range("top_p", self.top_p, 0.0, 1.0)  # 0, which OpenAI allows too: the most likely token
+        check_range("min_p", self.min_p, 0.0, 1.0)
+        check_range("repetition_penalty", self.repetition_penalty, 1e-3, 100.0)
+        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_range("seed", self.seed, 0, (1 << 64) - 1)
         if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+            check_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.prompt_logprobs is not None:
-            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
-        _in_range("n", self.n, 1, MAX_ANSWERS)
+            check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+        check_range("n", self.n, 1, MAX_ANSWERS)
         if self.best_of:
-            _in_range("best_of", self.best_of, self.n, MAX_ANSWERS)
+            check_range("best_of", self.best_of, self.n, MAX_ANSWERS)
         if self.beam_search is not None:
             self._check_beams(self.beam_search)
         if self.guide is not None:
@@ -139,7 +143,7 @@ class SamplingParams:
             self._check_repetition(self.repetition_detection)
         if self.thinking_budget is not None:
             check_type("thinking_budget", self.thinking_budget, ThinkingBudget)
-            _in_range("thinking_budget", self.thinking_budget.num_tokens, 0, 1 << 20)
+            check_range("thinking_budget", self.thinking_budget.num_tokens, 0, 1 << 20)
         check_type("stop_token_ids", self.stop_token_ids, Collection, "a list of token ids")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids are allowed", "stop_token_ids")
@@ -168,14 +172,14 @@ class SamplingParams:
         for token_id, bias in pairs:
             if not isinstance(token_id, Integral):
                 raise InvalidRequest(f"logit_bias has token ids, whole numbers, got {shown(token_id)}", "logit_bias")
-            _in_range("logit_bias", bias, -100.0, 100.0)
+            check_range("logit_bias", bias, -100.0, 100.0)
 
     def _check_repetition(self, wanted: RepetitionDetection) -> None:
         name = "repetition_detection"
         check_type(name, wanted, RepetitionDetection)
-        _in_range(f"{name}.max_pattern_size", wanted.max_pattern_size, 1, MAX_PATTERN_TOKENS)
-        _in_range(f"{name}.min_pattern_size", wanted.min_pattern_size, 1, wanted.max_pattern_size)
-        _in_range(f"{name}.min_count", wanted.min_count, 2, MAX_PATTERN_COUNT)
+        check_range(f"{name}.max_pattern_size", wanted.max_pattern_size, 1, MAX_PATTERN_TOKENS)
+        check_range(f"{name}.min_pattern_size", wanted.min_pattern_size, 1, wanted.max_pattern_size)
+        check_range(f"{name}.min_count", wanted.min_count, 2, MAX_PATTERN_COUNT)
         if (looked_at := wanted.max_pattern_size * wanted.min_count) > MAX_REPEATED_TOKENS:
             what = f"looks at {MAX_REPEATED_TOKENS} tokens at most (max_pattern_size times min_count)"
             raise InvalidRequest(f"{name} {what}, got {looked_at}", name)
@@ -191,8 +195,8 @@ class SamplingParams:
 
     def _check_beams(self, beams: BeamSearch) -> None:
         check_type("beam_search", beams, BeamSearch)
-        _in_range("n", self.n, 1, MAX_BEAMS)
-        _in_range("length_penalty", beams.length_penalty, -10.0, 10.0)
+        check_range("n", self.n, 1, MAX_BEAMS)
+        check_range("length_penalty", beams.length_penalty, -10.0, 10.0)
         if self.best_of not in (0, self.n):
             raise InvalidRequest("beam search ranks its n beams itself: best_of must be n", "best_of")
         if self.edits_logits:
@@ -240,8 +244,8 @@ def check_type(name: str, value: object, kind: type, words: str = "") -> None:
         raise InvalidRequest(f"{name} must be {words or f'a {kind.__name__}'}, got {shown(value)}", name)
 
 
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    """With integer bounds, only integers are in range; NaN never is."""
+def check_range(name: str, value: float, low: float, high: float) -> None:
+    """Raises InvalidRequest for what is not in range: with integer bounds, all but integers; NaN always."""
     if isinstance(low, int):
         check_type(name, value, Integral, "a whole number")
     else:

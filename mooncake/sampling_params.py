@@ -175,6 +175,7 @@ class BeamSearchParams:
 
     def sampling(self) -> SamplingParams:
         """Raises InvalidRequest."""
+        sampling.check_range("beam_width", self.beam_width, 1, sampling.MAX_BEAMS)
         return SamplingParams(
             n=self.beam_width,
             max_tokens=self.max_tokens,

@@ -11,6 +11,7 @@ from mooncake.errors import ConfigError
 
 _KV_GB = "--set prefill.kv_gb=GB --set decode.kv_gb=GB, the KV cache of each node"
 _ALWAYS = "it is always so, leave it out"
+_SPECULATION = "--set decode.speculative_tokens=N, --set decode.draft_model=FOLDER"
 _POOL = "every cluster has a pool: --set store.dram_gb=GB, --set store.ssd_path=FOLDER"
 _LORA = "--lora NAME=FOLDER"
 _ANY_LORA = "adapters of any number and rank are loaded, leave it out"
@@ -30,7 +31,10 @@ COUNTERPARTS = {
     "--enable-chunked-prefill": _ALWAYS,
     "--enable-auto-tool-choice": _ALWAYS,
     "--quantization": "it is found in the model's folder; --set model.weights=int8 quantises other models",
-    "--speculative-config": "--set decode.speculative_tokens=N, --set decode.draft_model=FOLDER",
+    "--speculative-config": _SPECULATION,
+    "--spec-method": _SPECULATION,
+    "--spec-model": _SPECULATION,
+    "--spec-tokens": _SPECULATION,
     "--enable-lora": _LORA,
     "--lora-modules": _LORA,
     "--pipeline-parallel-size": "--set prefill.pipeline_stages=N",
@@ -39,7 +43,9 @@ COUNTERPARTS = {
     "--kv-transfer-config": _POOL,
     "--kv-offloading-size": _POOL,
     "--chat-template": "the model's own is used, alone",
+    "--chat-template-content-format": "the model's own template takes text, leave it out",
     "--seed": "it is a field of each request",
+    "--stream-interval": "it is a field of each request",
     "--prefill-context-parallel-size": "--set prefill.context_parallel=N",
     "--enable-expert-parallel": "experts are cut like all layers: --set decode.tensor_parallel=N",
     "--distributed-executor-backend": "--ray starts the nodes as Ray actors",
@@ -49,9 +55,13 @@ COUNTERPARTS = {
     "--hf-overrides": "the model's own configuration counts: change it in its folder",
     "--trust-remote-code": "no code of a model's is ever run, leave it out",
     "--revision": _NO_DOWNLOAD,
+    "--tokenizer-revision": _NO_DOWNLOAD,
+    "--code-revision": _NO_DOWNLOAD,
     "--download-dir": _NO_DOWNLOAD,
     "--hf-token": _NO_DOWNLOAD,
     "--load-format": "safetensors and GGUF files are told apart by themselves, leave it out",
+    "--attention-backend": "kernels fit the device, leave it out",
+    "--disable-custom-all-reduce": "there is none, leave it out",
     "--enforce-eager": "GPUs replay graphs where steps repeat, leave it out",
     "--cpu-offload-gb": "weights stay where they are used, on CPUs or GPUs, leave it out",
     "--swap-space": "--set prefill.swap_gb=GB --set decode.swap_gb=GB",

@@ -18,6 +18,7 @@ from tiny_model import write_tiny_model
 from mooncake import LLM, BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from mooncake.errors import InvalidRequest, ModelError
 
+ROLES = ("system", "developer")
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is"]
 
 
@@ -58,6 +59,12 @@ def test_chat_with_defaults_that_are_changed(llm: LLM) -> None:
         sampling_params.max_new_tokens = 5  # type: ignore[attr-defined]
 
 
+def test_a_developer_speaks_as_the_system_does(llm: LLM) -> None:
+    said = [[{"role": role, "content": "Answer in French."}, {"role": "user", "content": "Hello!"}] for role in ROLES]
+    first, second = llm.chat(said, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert first.prompt == second.prompt and "Answer in French." in str(first.prompt)
+
+
 def test_structured_outputs(llm: LLM) -> None:
     def ask(prompt: str, **form: Any) -> str:
         params = StructuredOutputsParams(**form)
@@ -92,6 +99,14 @@ def test_structured_outputs(llm: LLM) -> None:
 def test_a_form_is_one_of_the_known_ones(form: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRequest, match=words):
         StructuredOutputsParams(**form)
+
+
+@pytest.mark.parametrize("choice", ["yes", {"yes": 1}, []])
+def test_choices_are_a_list_of_texts(llm: LLM, choice: Any) -> None:
+    """Letters of a single text, or keys, were taken for choices."""
+    wanted = SamplingParams(structured_outputs=StructuredOutputsParams(choice=choice), max_tokens=4)
+    with pytest.raises(InvalidRequest, match="a choice is a list of texts"):
+        llm.generate("yes or no?", wanted)
 
 
 def test_stop_strings_and_tokens(llm: LLM) -> None:
@@ -133,6 +148,7 @@ def test_words_tokens_and_texts_that_are_not_wanted(llm: LLM) -> None:
         ({"structured_outputs": {"json": {}}}, "structured_outputs", "structured_outputs must be a Structured"),
         ({"seed": 1 << 64}, "seed", "seed must be a 64-bit integer, got 18446744073709551616"),
         ({"seed": "x"}, "seed", "seed must be a whole number, got 'x'"),
+        ({"min_tokens": 20}, "min_tokens", "min_tokens is 20, and max_tokens only 16"),
         ({"temperature": -1.0}, "temperature", "temperature must be between 0 and 100, got -1"),
     ],
 )
@@ -190,6 +206,9 @@ def test_beam_search(llm: LLM) -> None:
     assert all(beam.text.startswith(PROMPTS[2]) for beam in output.sequences)
     scores = [beam.cum_logprob for beam in output.sequences]
     assert scores == sorted(scores, reverse=True) and all(len(beam.logprobs) == 8 for beam in output.sequences)
+    for width in (0, 33):
+        with pytest.raises(InvalidRequest, match=f"beam_width must be between 1 and 32, got {width}"):
+            llm.beam_search(PROMPTS[2], BeamSearchParams(beam_width=width, max_tokens=8))
 
 
 def test_lora_requests(tmp_path: Path) -> None:
@@ -271,6 +290,8 @@ def test_what_is_vllms_alone_says_what_there_is_instead(llm: LLM, name: str, wor
     [
         ("gpu_memory_utilization", "LLM takes no gpu_memory_utilization: kv_gb is the size of the KV cache"),
         ("max_num_seqs", "it is max_sequences here"),
+        ("spec_tokens", "speculative_tokens"),
+        ("kv_transfer_config", "a cluster \\(mooncake serve\\) has several"),
         ("kv_gbs", "is kv_gb meant?"),
         ("colour", "LLM takes no colour$"),
     ],
@@ -302,10 +323,12 @@ def test_neither_is_an_argument_of_a_call(llm: LLM, call: str, argument: str, wo
         (SamplingParams, "guided_decoding", "SamplingParams takes no guided_decoding: structured_outputs=Structured"),
         (SamplingParams, "max_new_tokens", "it is max_tokens here"),
         (SamplingParams, "logits_processors", "logit_bias"),
+        (SamplingParams, "prompt_logprob_start", "prompt_logprobs tells of all tokens of the prompt"),
         (SamplingParams, "temprature", "is temperature meant\\?"),
         (SamplingParams, "colour", "SamplingParams takes no colour$"),
         (StructuredOutputsParams, "structural_tag", "StructuredOutputsParams takes no structural_tag: grammar"),
         (BeamSearchParams, "max_new_tokens", "BeamSearchParams takes no max_new_tokens: it is max_tokens here"),
+        (BeamSearchParams, "structured_outputs", "beam search ranks unmodified probabilities"),
     ],
 )
 def test_nor_one_of_the_parameters(form: type, argument: str, words: str) -> None:
