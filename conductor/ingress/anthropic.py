@@ -247,7 +247,8 @@ def _error_body(error: MooncakeError) -> MessageErrorBody:
         kind = "timeout_error"
     param = error.param if isinstance(error, InvalidRequest) else None
     details = ErrorDetails("thread_unsupported_request", ("thread",)) if isinstance(error, NoThreads) else UNSET
-    return MessageErrorBody(MessageError(kind, f"{param}: {error.message}" if param else error.message, details))
+    is_named = param is None or error.message.startswith(param)
+    return MessageErrorBody(MessageError(kind, error.message if is_named else f"{param}: {error.message}", details))
 
 
 # ---------------------------------------------------------------- in

@@ -138,8 +138,8 @@ class AnswerFields(GenerationFields, frozen=True, kw_only=True):
 
 
 class CompletionRequest(AnswerFields, frozen=True, kw_only=True):
-    prompt: str | list[str | int | list[int]] | None = None  # refused, like the next
-    prompt_embeds: msgspec.Raw | None = None
+    prompt: str | list[str | int | list[int]] | None = None  # None is refused
+    prompt_embeds: object = None  # all else is refused
     add_special_tokens: bool | None = None  # whether to add a begin-of-sequence token, if the model has one; None: true
     best_of: int | None = None
     echo: bool | None = None

@@ -73,6 +73,7 @@ from mooncake.types import FinishReason, SampledToken
 LOGPROBS = "message.output_text.logprobs"  # an element of ``include``
 MAX_ITEMS = 4 * MAX_MESSAGES  # of an input: one turn is reasoning, text and several calls
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
+_MEANT = {"max_tokens": "max_output_tokens", "response_format": "text.format"}  # what chats call so
 _OTHER_CALLS = ("input_tokens", "compact", "render")  # OpenAI routes at the place of a response's id
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -291,7 +292,8 @@ def check(body: ResponsesRequest) -> None:
     """Raises InvalidRequest for valid fields that are not supported."""
     for name in _NOT_OURS:
         if getattr(body, name) is not None:
-            raise InvalidRequest(f"{name} is no field of a response", name)
+            hint = f"; {meant} is meant" if (meant := _MEANT.get(name)) else ""
+            raise InvalidRequest(f"{name} is no field of a response{hint}", name)
     for name in ("previous_response_id", "conversation"):
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name}: nothing is stored here, send the conversation so far as input", name)
@@ -358,6 +360,9 @@ def _tools(body: ResponsesRequest) -> Tools | None:
     for number, tool in enumerate(body.tools or ()):
         if tool.type != "function":
             raise InvalidRequest("only tools of the type function are called here", f"tools[{number}].type")
+        if tool.function is not None:
+            what = "the name and parameters of a tool stand beside its type here, not in a function as in chats"
+            raise InvalidRequest(what, f"tools[{number}]")
     tools = [Tool(Function(tool.name, tool.description, tool.parameters)) for tool in body.tools or ()]
     choice = body.tool_choice
     if isinstance(choice, ChosenTool):

@@ -61,6 +61,7 @@ class FunctionTool(msgspec.Struct, frozen=True, omit_defaults=True):
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
+    function: dict[str, object] | None = None  # where chats have the fields above; refused
 
 
 class ChosenTool(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -166,6 +166,9 @@ async def test_tokens_are_counted_as_they_would_be_read(front):
     [
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: "),
         ({"n": 2}, 400, "invalid_request_error", "n: "),
+        ({"max_tokens": "5"}, 400, "invalid_request_error", "max_tokens: Expected"),  # its name once
+        ({"temperature": 200}, 400, "invalid_request_error", "temperature must be"),
+        ({"tools": [{"input_schema": {}}]}, 400, "invalid_request_error", "tools[0]: Object missing"),
         ({"messages": []}, 400, "invalid_request_error", "messages: at least one"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error", "messages[0].role: "),
         (

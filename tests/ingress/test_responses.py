@@ -279,6 +279,7 @@ async def test_one_turn_of_the_assistant_may_come_in_many_items():
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 3}}}}, "text.format"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "name": "bad name"}]}, "tools[0]"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"top_logprobs": 21}, "top_logprobs"),
         ({"temperature": -1}, "temperature"),
@@ -290,3 +291,16 @@ async def test_a_wrong_value_is_refused_by_its_field(front, wishes, param):
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == param
     assert not front.script.asked
+
+
+@pytest.mark.parametrize(
+    ("wishes", "words"),
+    [
+        ({"max_tokens": 5}, "max_output_tokens is meant"),
+        ({"response_format": {"type": "json_object"}}, "text.format is meant"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "beside its type here, not in a function"),
+    ],
+)
+async def test_what_is_written_as_in_a_chat_is_told_how_to_write_it(front, wishes, words):
+    refused = await front.http.post("/v1/responses", json={"input": "Hi"} | wishes)
+    assert refused.status_code == 400 and words in refused.json()["error"]["message"]

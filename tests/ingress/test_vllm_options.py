@@ -405,6 +405,11 @@ async def test_a_field_that_cannot_be_served_is_refused_by_name(front, wishes, p
     assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
+async def test_embeddings_of_a_prompt_are_refused_in_words(front):
+    refused = await front.http.post("/v1/completions", json={"prompt_embeds": "AA=="})
+    assert "a prompt is text or token ids" in refused.json()["error"]["message"]
+
+
 async def test_fields_without_effect_bring_no_warning(front):
     harmless = {"spaces_between_special_tokens": True, "watermarking": False, "stream_interval": 2}
     await complete(front, **harmless)
