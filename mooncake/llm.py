@@ -221,8 +221,8 @@ class LLM:
         One of ``sampling_params``, ``adapter`` and ``priority`` for all prompts, or one each; the default is
         ``get_default_sampling_params()``. With ``n`` each prompt is computed once and answered that many times.
         ``lora_request`` names adapters in vLLM's form; one with a folder is loaded when it is first named. Prompts with
-        a lower ``priority`` are computed first. ``use_tqdm`` shows a progress bar; by default on a terminal. Raises
-        InvalidRequest, ContextTooLong, and ModelError for an adapter that cannot be loaded.
+        a lower ``priority`` are computed first. ``use_tqdm`` shows a progress bar on stderr; by default where that is a
+        terminal. Raises InvalidRequest, ContextTooLong, and ModelError for an adapter that cannot be loaded.
         """
         self._check_open()
         given = prompt_list(prompts)
@@ -435,4 +435,5 @@ def _told_meanwhile(sentence: str) -> AbstractContextManager[object]:
 
 def _progress(shows: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, disable=not shows, transient=True)
+    console = Console(stderr=True)  # what a script prints may go into a file
+    return Progress(*columns, console=console, disable=not shows, transient=console.is_terminal)

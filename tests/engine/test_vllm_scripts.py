@@ -41,6 +41,14 @@ def test_basic(llm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == 3
 
 
+def test_progress_is_told_beside_what_a_script_prints(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=True)
+    said = capsys.readouterr()
+    assert said.out == "" and f"{len(PROMPTS)}/{len(PROMPTS)}" in said.err
+    llm.generate(PROMPTS, SamplingParams(max_tokens=1))
+    assert capsys.readouterr() == ("", ""), "no terminal"
+
+
 def test_chat_with_defaults_that_are_changed(llm: LLM) -> None:
     sampling_params = llm.get_default_sampling_params()
     sampling_params.max_tokens = 12
