@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mooncake.app.cli import app
+from mooncake.app.sim.charts import BOTTOM, HEIGHT
 from mooncake.app.sim.cluster import load_cluster, load_preset, parse_cluster, preset_names, preset_text
 from mooncake.app.sim.experiments import Traces
 from mooncake.app.sim.findings import Finding, Row
@@ -155,6 +157,8 @@ def test_simulate_writes_a_page_that_needs_nothing_else_and_every_request(trace:
     text = page.read_text()
     assert text.count("<svg") == text.count("</svg>") == 8
     assert "http" not in text.replace("http://www.w3.org", "") and "NaN" not in text and "nan," not in text
+    [steps] = re.findall(r'>One decode step<.*?polyline points="([^"]*)"', text)
+    assert all(float(point.partition(",")[2]) < HEIGHT - BOTTOM for point in steps.split()), "no step took no time"
     rows = [json.loads(line) for line in requests.read_text().splitlines()]
     assert len(rows) == 150 and all(row["ttft_s"] > 0 for row in rows)
 

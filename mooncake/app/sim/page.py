@@ -99,6 +99,7 @@ def _charts(simulation: Simulation) -> list[str]:
     done = results.fate == Fate.DONE
     minutes = [at_s / 60 for at_s in timeline.at_s]
     windows = over_time(simulation)
+    steps = [(at, step) for at, step in zip(minutes, timeline.step_ms, strict=True) if step]  # while there were any
     end = max(
         minutes[-1] if minutes else 0.0, float(results.arrival_s.max()) / 60
     )  # all charts over time have one axis
@@ -129,7 +130,7 @@ def _charts(simulation: Simulation) -> list[str]:
             end=end,
         ),
         lines("Prompts that wait, a machine", "minutes", "prompts", [Series("", minutes, timeline.queued)], end=end),
-        lines("One decode step", "minutes", "ms", [Series("mean of machines", minutes, timeline.step_ms)], end=end),
+        lines("One decode step", "minutes", "ms", [Series("mean of machines", *_columns(steps))], end=end),
         lines("Mean TTFT", "minutes", "s", [Series("", windows["ttft"].x, windows["ttft"].y)], end=end),
     ]
 
@@ -161,6 +162,10 @@ def over_time(simulation: Simulation) -> dict[str, Series]:
     answered = total(ones, done) > 0  # elsewhere there is nothing to take a mean of
     found = {name: Series(name, middle.tolist(), values.tolist()) for name, values in rates.items()}
     return found | {n: Series(n, middle[answered].tolist(), v[answered].tolist()) for n, v in means.items()}
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _known(values: Floats) -> list[float]:
