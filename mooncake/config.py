@@ -69,6 +69,8 @@ _FILES = {
 }
 """Values that are paths. Those of models and adapters are not only paths: who opens them knows what ``~`` means."""
 
+_SPELT = {"array": '; a list is written ["a", "b"]', "bool": "; it is true or false, in lower case"}
+
 
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:
     """Read a TOML file (or only the defaults) and apply ``section.key=value`` overrides. ``~`` at the start of a path
@@ -89,7 +91,8 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None) ->
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$.")
-        raise ConfigError(f"{where.rstrip('`') or 'configuration'}: {what}") from None
+        hint = next((hint for kind, hint in _SPELT.items() if what.startswith(f"Expected `{kind}`")), "")
+        raise ConfigError(f"{where.rstrip('`') or 'configuration'}: {what}{hint}") from None
     if not config.conductor.api_keys and (key := os.environ.get(API_KEY_ENV)):
         config = replace(config, conductor=replace(config.conductor, api_keys=(key,)))
     check_values(config)

@@ -64,6 +64,8 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("prefill.=5", "--set takes section.key=value"),
         ("prefill.chunk_tokens=many", "prefill.chunk_tokens: Expected `int`, got `str`"),
         ("model.path=5", "Expected `str`, got `int`"),
+        ("transfer.transports=tcp", 'Expected `array`, got `str`; a list is written ["a", "b"]'),
+        ("conductor.balance=True", "Expected `bool`, got `str`; it is true or false"),
         ("prefill.chunk_tokens=-1", "prefill.chunk_tokens must not be negative"),
         ("model.generation_config=mine", "model.generation_config must be auto, none or vllm, got 'mine'"),
         ("prefill.blend_share=1.5", "prefill.blend_share is a share, at most 1, got 1.5"),
