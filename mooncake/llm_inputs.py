@@ -73,7 +73,9 @@ def _unnamed(prompt: object) -> object:
     if "prompt_token_ids" in named:
         named.pop("prompt", None)  # vLLM's own results have both
     if len(named) != 1 or not named.keys() <= {"prompt", "prompt_token_ids"}:
-        raise InvalidRequest('a prompt with names is {"prompt": text} or {"prompt_token_ids": ids}', "prompts")
+        others = ", ".join(map(str, named.keys() - {"prompt", "prompt_token_ids"}))
+        what = 'a prompt with names is {"prompt": text} or {"prompt_token_ids": ids}'
+        raise InvalidRequest(f"{what}, without {others}" if others else what, "prompts")
     return next(iter(named.values()))
 
 
@@ -142,7 +144,11 @@ def _call(call: object) -> ChatCall:
 def _content(content: object) -> str:
     """One line per part, as in vLLM."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type") == "text"]
+    for part in parts:
+        if isinstance(part, Mapping) and part.get("type") != "text":
+            what = f"only text parts are supported, this one is {shown(part.get('type'))}"
+            raise InvalidRequest(what, "messages")
+    texts = [part.get("text") for part in parts if isinstance(part, Mapping)]
     if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest("a message needs its content, as text or parts of text", "messages")
     return "\n".join(map(str, texts))

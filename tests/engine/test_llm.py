@@ -127,7 +127,9 @@ def test_a_conversation_has_known_roles_and_its_texts_may_come_in_parts(llm: LLM
     for message in (ChatMessage("foo", "x"), {"role": "foo", "content": "x"}):
         with pytest.raises(InvalidRequest, match="the role 'foo' is not supported; known: assistant, system, user"):
             llm.chat([message], GREEDY)
-    for content in (None, 5, [{"type": "image_url"}], ["x"], [{"type": "text"}]):
+    with pytest.raises(InvalidRequest, match="only text parts are supported, this one is 'image_url'"):
+        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}])
+    for content in (None, 5, ["x"], [{"type": "text"}]):
         with pytest.raises(InvalidRequest, match="needs its content, as text or parts of text"):
             llm.chat([{"role": "user", "content": content}], GREEDY)
 
@@ -283,6 +285,8 @@ def test_prompts_may_have_vllms_names_and_results_tell_their_tokens(llm: LLM) ->
     for wrong in ({}, {"text": "x"}, {"prompt": "x", "multi_modal_data": {}}):
         with pytest.raises(InvalidRequest, match="a prompt with names"):
             llm.generate(wrong, GREEDY)
+    with pytest.raises(InvalidRequest, match=r"without multi_modal_data$"):
+        llm.generate({"prompt": "x", "multi_modal_data": {}}, GREEDY)
 
 
 def test_the_text_may_hold_its_stop_string_and_control_tokens(llm: LLM) -> None:
