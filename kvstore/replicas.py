@@ -38,13 +38,14 @@ DEFAULT_TIMEOUT_S = 30.0
 
 
 class ReplicaServicer(replica_pb2_grpc.ReplicaServicer):
-    """Runs on the store's event loop. ``close`` ends what it opened."""
+    """Runs on the store's event loop. ``close`` ends what it opened. Raises ConfigError without a usable transport."""
 
     def __init__(self, node_id: str, config: Config, segment: Segment, store: Store) -> None:
         transfer = config.transfer
         self._transfer = TransferEngine(
             f"{node_id}/copies", transfer.transports, transfer.streams, transfer.max_mb_per_s, transfer_secret(config)
         )
+        self._transfer.check_usable()
         self._channels = Channels()
         self._segment = segment
         self._store = store

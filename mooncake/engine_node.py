@@ -122,6 +122,7 @@ class EngineNode:
             self.node_id, transfer.transports, transfer.streams, transfer.max_mb_per_s, transfer_secret(self.config)
         )
         self._cleanup.callback(self._transfer.close)
+        self._transfer.check_usable()
 
     def _stop_roles(self) -> None:
         for role in reversed(self._roles):

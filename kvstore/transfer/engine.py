@@ -207,6 +207,13 @@ class TransferEngine:
         """Configured transports that this process cannot use at all, and why."""
         return {each.name: each.unavailable for each in self._transports if each.unavailable}
 
+    def check_usable(self) -> None:
+        """Raises ConfigError where no configured transport can be used: nothing would ever reach or leave a node."""
+        unavailable = self.unavailable()
+        if len(unavailable) == len(self._transports):
+            why = "; ".join(f"{name}: {reason}" for name, reason in unavailable.items())
+            raise ConfigError(f'none of transfer.transports can be used here ({why}): add "tcp"')
+
     def forget(self, node_id: str) -> None:
         """Close everything open to this peer: it is gone, or will not be needed for a while."""
         with self._lock:

@@ -17,6 +17,7 @@ from tiny_model import tiny_model, write_tiny_model
 
 from decode_node.node import DecodeNode
 from kvstore.__main__ import build as build_store
+from kvstore.transfer.engine import TransferEngine
 from mooncake.app.role_main import Node
 from mooncake.config import Config
 from mooncake.errors import ConfigError
@@ -121,4 +122,21 @@ async def test_a_node_that_no_conductor_answers_loads_its_model_and_is_refused_w
         assert await cluster.states() == {}
     finally:
         await node.stop()
+        await cluster.stop()
+
+
+async def test_a_node_that_no_transport_would_reach_does_not_start(tmp_path: Path) -> None:
+    """The cluster was ready, and failed every request."""
+    probe = TransferEngine("probe", ("rdma",))
+    probe.close()
+    if not probe.unavailable():
+        pytest.skip("this machine has verbs")
+    write_tiny_model(tmp_path)
+    cluster = InProcessCluster(tmp_path, "block.tokens=8")
+    await cluster.start()
+    try:
+        for build, name in ((PrefillNode, "prefill-1"), (DecodeNode, "decode-1"), (build_store, "store-1")):
+            with pytest.raises(ConfigError, match=r"none of transfer\.transports can be used here \(rdma: "):
+                await cluster.join(build, name, "transfer.transports=['rdma']")
+    finally:
         await cluster.stop()

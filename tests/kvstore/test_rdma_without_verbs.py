@@ -17,7 +17,7 @@ from kvstore.transfer.rdma_memory import merge
 from kvstore.transfer.rdma_verbs import Device, Endpoint
 from kvstore.transfer.requests import ReadRange
 from kvstore.transfer.server import SegmentServer
-from mooncake.errors import NodeUnavailable
+from mooncake.errors import ConfigError, NodeUnavailable
 
 ENDPOINT = Endpoint(queue_pair=77, packet_number=(1 << 24) - 1, gid=bytes(range(16)), lid=3, mtu=5)
 
@@ -70,7 +70,10 @@ def test_a_machine_without_verbs_says_so_in_one_line_and_goes_on(caplog: pytest.
     into = bytearray(4096)
     report = engine.read(server.address, [ReadRange(1, 0, into)], time.monotonic() + 10)
     assert report.transport == "tcp" and into == segment.block(1)
+    engine.check_usable()
     only = TransferEngine("only", ("rdma",))
+    with pytest.raises(ConfigError, match=r'none of transfer.transports can be used here \(rdma: .*: add "tcp"'):
+        only.check_usable()
     with pytest.raises(NodeUnavailable):
         only.read(server.address, [ReadRange(1, 0, into)], time.monotonic() + 10)
     engine.close()
