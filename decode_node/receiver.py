@@ -27,11 +27,10 @@ from mooncake.engine.sequence import Sequence
 from mooncake.errors import (
     ChecksumMismatch,
     HandoffFailed,
-    InternalError,
     InvalidRequest,
-    MooncakeError,
     NodeUnavailable,
     OutOfBlocks,
+    as_ours,
 )
 from mooncake.types import KVLayout, SampledToken
 
@@ -297,8 +296,7 @@ def _start(engine: Engine, entry: _OpenHandoff, first_tokens: Rows[SampledToken]
     try:
         engine.start_reserved(handoff.handoff_id, first_tokens)
     except Exception as error:
-        unexpected = InternalError(f"hand-off {handoff.handoff_id} cannot start: {error!r}")
-        entry.on_output(error if isinstance(error, MooncakeError) else unexpected)
+        entry.on_output(as_ours(error, f"starting hand-off {handoff.handoff_id}"))
         engine.cancel_reserved(handoff.handoff_id)
         engine.abort(handoff.handoff_id)  # if it runs already
         raise

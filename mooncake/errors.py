@@ -9,6 +9,7 @@
     │   └── NodeIdTaken             a live process has this node's id
     ├── RetryElsewhere              another node may well succeed
     │   ├── NodeUnavailable         a peer is gone, unreachable or draining
+    │   ├── OutOfMemory             this process has no memory left for it
     │   ├── HandoffFailed           a hand-off ended failed or expired
     │   ├── NotFinite               a model's logits are not finite, perhaps because of corrupt KV
     │   ├── StaleEpoch              this writer or role has been replaced
@@ -30,9 +31,11 @@ exceptions (grpc, OSError, torch) are turned into one of these where they enter 
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
 
 _MAX_SHOWN_CHARS = 64
+_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "bad_alloc")  # in texts of RuntimeErrors
 
 
 def shown(value: object) -> str:
@@ -109,6 +112,12 @@ class RetryElsewhere(MooncakeError):
 
 class NodeUnavailable(RetryElsewhere):
     """A peer is gone, unreachable or draining."""
+
+
+class OutOfMemory(RetryElsewhere):
+    """A process has no memory left for it; another may have."""
+
+    code = "out_of_memory"
 
 
 class HandoffFailed(RetryElsewhere):
@@ -210,3 +219,21 @@ class ModelError(InternalError):
     """Model files are missing, broken or of an architecture that is not supported."""
 
     code = "model_error"
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether a foreign error came for lack of memory, of the host or of a device: torch says so in its text alone."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, RuntimeError):
+        return any(sign in str(error) for sign in _OF_MEMORY)
+    return isinstance(error, MemoryError)
+
+
+def as_ours(error: BaseException, what: str) -> MooncakeError:
+    """A foreign error of ``what``: OutOfMemory, or our bug. One of ours is itself."""
+    if isinstance(error, MooncakeError):
+        return error
+    if lacks_memory(error):
+        return OutOfMemory(f"{what}: no memory is left ({error!r})")
+    return InternalError(f"{what}: {error!r}")

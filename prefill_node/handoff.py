@@ -8,7 +8,7 @@ import logging
 import grpc
 
 from kvstore.checksum import digest
-from mooncake.errors import InternalError
+from mooncake.errors import InternalError, as_ours
 from mooncake.page_groups import page_number
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
@@ -50,7 +50,7 @@ class HandoffSender:
             self.stream.fail(error)
         except Exception as error:
             log.exception("%s cannot be opened", self.stream.name)
-            self.stream.fail(InternalError(f"{self.stream.name} cannot be opened: {error!r}"))
+            self.stream.fail(as_ours(error, f"{self.stream.name} cannot be opened"))
 
     async def _open(self) -> None:
         request = decode_pb2.OpenHandoffRequest(

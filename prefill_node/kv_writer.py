@@ -25,7 +25,7 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import Request, Transfer, WriteRange
 from kvstore.transfer.transport import Priority
 from mooncake.engine.cache.kv_cache import HERE, Arrival
-from mooncake.errors import HandoffFailed, InternalError, MooncakeError
+from mooncake.errors import HandoffFailed, MooncakeError, as_ours
 from mooncake.types import KVLayout, SegmentAddress
 
 log = logging.getLogger(__name__)
@@ -130,7 +130,7 @@ class WriteStream:
                 self.fail(error)
             except Exception as error:  # a bug must cost this stream, not the others
                 log.exception("%s", self.name)
-                self.fail(InternalError(f"{self.name}: {error!r}"))
+                self.fail(as_ours(error, self.name))
             return self._transfer
 
     def end_turn(self, transfer: Transfer) -> float:
@@ -231,7 +231,7 @@ class KVWriter:
                 self._on_sent(stream, transfer.moved_bytes, elapsed_ms)
         except Exception as error:  # a bug must cost this stream, not the others
             log.exception("%s", stream.name)
-            stream.fail(InternalError(f"{stream.name}: {error!r}"))
+            stream.fail(as_ours(error, stream.name))
 
     def _start_turn(self, peer: SegmentAddress, waiting: deque[WriteStream]) -> None:
         """Of the first waiting stream that has something to write."""

@@ -20,9 +20,11 @@ from mooncake.errors import (
     InternalError,
     InvalidRequest,
     MooncakeError,
+    OutOfMemory,
     Overloaded,
     RetryElsewhere,
     TryLater,
+    lacks_memory,
 )
 
 log = logging.getLogger(__name__)
@@ -127,6 +129,8 @@ def known_error(error: Exception, what: str) -> MooncakeError:
     """The error as one of ours. A foreign one is our bug: logged in full, reported in one sentence."""
     if isinstance(error, MooncakeError):
         return error
+    if lacks_memory(error):
+        return OutOfMemory("the conductor has no memory left for it")
     log.error("unexpected error in %s", what, exc_info=error)
     return InternalError("internal error; the server's log has the details")
 

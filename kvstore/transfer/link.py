@@ -19,7 +19,15 @@ from kvstore.transfer.routes import Rail, Routes, TransportStats
 from kvstore.transfer.schedule import Pace, Watch
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
 from kvstore.transfer.work import LoneWork, QueuedWork
-from mooncake.errors import Cancelled, DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable, StaleEpoch
+from mooncake.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InternalError,
+    MooncakeError,
+    NodeUnavailable,
+    StaleEpoch,
+    as_ours,
+)
 from mooncake.threads import Threads
 from mooncake.types import SegmentAddress
 
@@ -92,7 +100,7 @@ class Link:
         except (PathFailed, OSError, MooncakeError) as error:
             failure = error
         except BaseException as error:
-            failure = InternalError(f"a bug, or an interrupt: {error!r}")
+            failure = as_ours(error, "a bug, or an interrupt")
             raise
         finally:
             self._finish_alone(rail, part, work, failure)
@@ -205,7 +213,7 @@ class Link:
                 failed = True
             except Exception as error:
                 log.exception("%s: %s", self.address.node_id, rail.route.transport.name)
-                self._failed(rail, InternalError(f"a bug: {error!r}"))
+                self._failed(rail, as_ours(error, "a bug"))
                 failed = True
             except BaseException:  # such as KeyboardInterrupt: nobody waits for the rest
                 self._failed(rail, InternalError("interrupted"))

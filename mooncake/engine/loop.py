@@ -1,7 +1,8 @@
 """The thread that owns an engine: it runs calls from other threads, steps while there is work, and delivers tokens.
 
 No error ends it silently: a failed load is computed instead; any other failure of a step ends the running and waiting
-sequences with that error. If that fails too the engine is broken: the thread ends, and reports it.
+sequences with that error; one for lack of memory lets them be retried elsewhere. If that fails too the engine is
+broken: the thread ends, and reports it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 from mooncake.engine.contract import NO_HOOK, StepHook, StepOutput
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
-from mooncake.errors import InternalError, KVLoadFailed, MooncakeError, NodeUnavailable
+from mooncake.errors import KVLoadFailed, MooncakeError, NodeUnavailable, as_ours
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class EngineThread:
         def refused(future: Future[None]) -> None:
             error = future.exception()
             if error is not None:
-                _notify(on_output, sequence.request_id, _to_mooncake_error(error))
+                _notify(on_output, sequence.request_id, as_ours(error, "the engine"))
 
         self.call(add).add_done_callback(refused)
 
@@ -182,7 +183,7 @@ class EngineThread:
         except Exception as error:
             if not self._is_given_up:  # otherwise whoever ends what it waited for has said why
                 log.exception("a step failed; its sequences end")
-            self.engine.fail_all(_to_mooncake_error(error))
+            self.engine.fail_all(as_ours(error, "the engine"))
         self._publish(outputs)
         self.num_done += 1
         return not self.engine.is_stalled
@@ -244,7 +245,3 @@ def _notify(listener: OnOutput, request_id: str, output: StepOutput | MooncakeEr
         listener(output)
     except Exception:
         log.exception("the listener of request %s failed", request_id)
-
-
-def _to_mooncake_error(error: BaseException) -> MooncakeError:
-    return error if isinstance(error, MooncakeError) else InternalError(f"{type(error).__name__}: {error}")

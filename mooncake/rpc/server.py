@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from mooncake.addresses import join_address
 from mooncake.connection_cache import KEEP_S, ConnectionCache
-from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError
+from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError, OutOfMemory, lacks_memory
 from mooncake.rpc.errors import status_of, trailing_metadata
 from mooncake.rpc.limits import OpenStreams, RpcLimits, pings
 from mooncake.rpc.wakeups import all_wakeups_read
@@ -50,7 +50,8 @@ _CHANNEL_OPTIONS = (
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns MooncakeError into its gRPC status. Anything else is our bug: logged in full, reported in one sentence.
+    """Turns MooncakeError into its gRPC status, and a lack of time or memory into one. Anything else is our bug: logged
+    in full, reported in one sentence.
 
     It wraps every call, and so counts the streams, too.
     """
@@ -141,6 +142,8 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
         raise error
     if isinstance(error, TimeoutError):
         error = DeadlineExceeded(f"{method.rpartition('/')[2]} did not finish in time")
+    elif lacks_memory(error):
+        error = OutOfMemory(f"no memory is left for {method.rpartition('/')[2]}")
     if isinstance(error, MooncakeError):
         await context.abort(status_of(error), error.message, trailing_metadata(error))
     log.exception("unexpected error in %s", method, exc_info=error)

@@ -221,6 +221,14 @@ async def test_a_bug_is_logged_in_full_and_told_in_a_sentence(
     assert "ZeroDivisionError: secret detail" in caplog.text
 
 
+async def test_a_server_without_memory_says_that_another_may_have_it(live: Live) -> None:
+    live.servicer.error = MemoryError()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await live.stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=20)
+    told = error_from_rpc(caught.value)
+    assert isinstance(told, errors.OutOfMemory) and isinstance(told, errors.RetryElsewhere)
+
+
 @pytest.mark.parametrize(
     "method",
     [f"/{SERVICE}/Tokenize", f"/{SERVICE}/Generate", "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"],

@@ -25,6 +25,7 @@ from mooncake.errors import (
     KVLoadFailed,
     MooncakeError,
     NodeUnavailable,
+    OutOfMemory,
 )
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.sampling import SamplingParams
@@ -146,16 +147,28 @@ def test_a_failed_load_is_computed_instead(thread: EngineThread) -> None:
     assert inbox.answer() == true_answer(random_prompt(21, 0), 12)
 
 
-@pytest.mark.parametrize("failure", [RuntimeError("out of luck"), KVLoadFailed("for no reason")])
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (RuntimeError("out of luck"), InternalError),
+        (KVLoadFailed("for no reason"), KVLoadFailed),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."), OutOfMemory),
+        (MemoryError(), OutOfMemory),
+    ],
+)
 def test_a_step_that_fails_ends_its_requests_and_nothing_else(
-    thread: EngineThread, model: FragileModel, failure: Exception, caplog: pytest.LogCaptureFixture
+    thread: EngineThread,
+    model: FragileModel,
+    failure: Exception,
+    told: type[MooncakeError],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     first, second = Inbox(), Inbox()
     with caplog.at_level(logging.CRITICAL):
         model.failure = failure
         thread.add(hash_sequence("first", random_prompt(5, 0)), first)
         error = first.next()
-    assert isinstance(error, InternalError if isinstance(failure, RuntimeError) else KVLoadFailed)
+    assert type(error) is told
     thread.add(hash_sequence("second", random_prompt(5, 0)), second)
     assert second.answer() == true_answer(random_prompt(5, 0), 12)
     assert in_use(thread) == 0

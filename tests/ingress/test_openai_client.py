@@ -424,6 +424,7 @@ async def test_text_parts_and_developers_are_understood(front, client):
         (Overloaded("full", 1.25), openai.RateLimitError, "1250"),
         (NodeUnavailable("gone"), openai.InternalServerError, "1000"),
         (HandoffFailed("lost"), openai.InternalServerError, "1000"),
+        (MemoryError(), openai.InternalServerError, "1000"),
         (InvalidRequest("no", "prompt"), openai.BadRequestError, None),
         (RuntimeError("a secret"), openai.InternalServerError, None),
     ],
