@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.native import BuildFailed, load_native
+from mooncake.threads import Expendable
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def prefault_in_background(memory: Bytes) -> None:
     Memory whose owner has another lifetime must be held by ``memory`` (as numpy's ``base``)."""
     if memory.nbytes >= _STEP_BYTES:
         held = (weakref.ref(memory), memory.nbytes)
-        thread = threading.Thread(target=_prefault_when_idle, args=held, name="prefault", daemon=True)
+        thread = Expendable(target=_prefault_when_idle, args=held, name="prefault", daemon=True)
         with contextlib.suppress(RuntimeError):  # no further thread can be started
             thread.start()
 

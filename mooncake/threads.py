@@ -3,9 +3,15 @@ allows only so many, or memory is short."""
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from mooncake.errors import NodeUnavailable
+
+
+class Expendable(threading.Thread):
+    """One whose unexpected end costs nothing but what it was doing. The end of any other is the process's (see
+    ``mooncake.app.last_resort``)."""
 
 
 class Threads(ThreadPoolExecutor):

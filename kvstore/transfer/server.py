@@ -31,6 +31,7 @@ from kvstore.transfer.sockets import Wire, bound_to, tune
 from kvstore.transfer.transport import Exporter, PathFailed
 from mooncake.addresses import join_address
 from mooncake.errors import ConfigError, DeadlineExceeded
+from mooncake.threads import Expendable
 from mooncake.types import SegmentAddress
 
 log = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ class SegmentServer:
         self._listeners.append(listener)
         self._spawn(lambda: self._accept(listener, is_local), "accept")
 
-    def _spawn(self, work: Callable[[], None], name: str) -> None:
+    def _spawn(self, work: Callable[[], None], name: str, kind: type[threading.Thread] = threading.Thread) -> None:
         def run() -> None:
             try:
                 work()
@@ -237,7 +238,7 @@ class SegmentServer:
                 with self._changed:
                     self._threads.discard(threading.current_thread())
 
-        thread = threading.Thread(target=run, name=f"{self._node_id}-segment-{name}", daemon=True)
+        thread = kind(target=run, name=f"{self._node_id}-segment-{name}", daemon=True)
         with self._changed:  # a thread that finds it there may join it
             thread.start()
             self._threads.add(thread)
@@ -248,7 +249,7 @@ class SegmentServer:
             try:
                 sock, _ = listener.accept()
                 self._admit(sock, is_local)
-            except (OSError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            except (OSError, RuntimeError, MemoryError) as error:  # RuntimeError: no thread can be started
                 if self._stopping:
                     return
                 if time.monotonic() - told_at >= _TELL_EVERY_S:
@@ -269,8 +270,8 @@ class SegmentServer:
             sock.close()
             return
         try:
-            self._spawn(lambda: self._serve(connection), "peer")
-        except RuntimeError:
+            self._spawn(lambda: self._serve(connection), "peer", Expendable)
+        except (RuntimeError, MemoryError):
             self._end(connection)
             raise
 

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Protocol, TypeVar
 
 from mooncake.app.flags import add_overrides
+from mooncake.app.last_resort import LoopWatch, end_when_crippled
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, NodeUnavailable, Unauthenticated
 from mooncake.threads import Threads
@@ -68,7 +69,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
         die_with_parent()
         pin_to(config.node.cores)
         raise_file_limit()
-        run_async(_serve(name, build(config), STOP_GRACE_S + config.node.drain_s))
+        run_async(_serve(name, build(config), STOP_GRACE_S + config.node.drain_s, config.node.step_timeout_s > 0))
     except (ConfigError, ModelError, Unauthenticated) as error:
         _leave(name, error, 2)
     except MooncakeError as error:
@@ -113,8 +114,10 @@ def _program(name: str) -> str:
     return name if spec is None else f"python -m {spec.name.removesuffix('.__main__')}"
 
 
-async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
-    asyncio.get_running_loop().set_default_executor(Threads(name="aside"))
+async def _serve(name: str, node: Node, stop_grace_s: float, is_watched: bool) -> None:
+    loop = asyncio.get_running_loop()
+    end_when_crippled(loop)
+    loop.set_default_executor(Threads(name="aside"))
     hard_end, started = HardEnd(), False
 
     def on_signal() -> None:
@@ -132,6 +135,8 @@ async def _serve(name: str, node: Node, stop_grace_s: float) -> None:
             if starting.done():
                 starting.result()
                 started = True
+                if is_watched:
+                    LoopWatch(loop)
                 log.info("%s serves on %s", name, node.control_address)
                 failing = asyncio.create_task(node.wait_fatal(), name="wait for an error")
                 tasks.append(failing)

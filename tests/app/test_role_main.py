@@ -13,11 +13,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 ROLE = textwrap.dedent(
     """
     import asyncio, atexit, subprocess, threading
     from mooncake.app.role_main import run_role
     from mooncake.errors import ModelError, NodeUnavailable, StaleEpoch
+    from mooncake.threads import Expendable
+
+    def short_of_memory():
+        raise MemoryError
+
+    async def burn():
+        short_of_memory()
+
+    class Stillborn(threading.Thread):
+        def _bootstrap(self):  # what a new thread does first; whoever starts it waits until it has
+            short_of_memory()
 
     class Lamp:
         control_address = "nowhere:0"
@@ -46,6 +59,20 @@ ROLE = textwrap.dedent(
             print("on", flush=True)
 
         async def wait_fatal(self):
+            loop = asyncio.get_running_loop()
+            match self.mode:
+                case "thread":
+                    threading.Thread(target=lambda: {}["wick"], daemon=True).start()
+                case "spare":
+                    Expendable(target=lambda: {}["wick"], daemon=True).start()
+                case "stillborn":
+                    Stillborn(daemon=True).start()
+                case "callback":
+                    loop.call_soon(short_of_memory)
+                case "task":
+                    asyncio.create_task(burn())
+                case "slip":
+                    loop.call_soon(lambda: {}["wick"])
             if self.mode != "replaced":
                 atexit.register(print, "taken apart")  # what a stopped node leaves out
                 await asyncio.Event().wait()
@@ -179,3 +206,32 @@ def test_a_node_without_file_descriptors_stops_cleanly() -> None:
         out, err = process.communicate(timeout=20)
         assert (process.returncode, out) == (0, "off\n")
         assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("mode", "last_words"),
+    [
+        ("thread", "a thread has died"),
+        ("stillborn", "no memory was left for something that nothing else makes up for"),
+        ("callback", "no memory was left for something that nothing else makes up for"),
+        ("task", "no memory was left for something that nothing else makes up for"),
+    ],
+)
+def test_a_process_that_has_lost_a_part_of_itself_ends(mode: str, last_words: str) -> None:
+    """It would live on, and what that part does would never be done; a stillborn thread stops the event loop."""
+    with lamp("--set", f"model.name={mode}") as process:
+        out, err = process.communicate(timeout=20)
+        assert (process.returncode, out) == (1, "on\n")
+        assert err.splitlines()[-1] == f"{last_words}; ending the process"
+
+
+@pytest.mark.parametrize("mode", ["spare", "slip"])
+def test_what_costs_only_its_own_work_ends_nothing(mode: str) -> None:
+    with lamp("--set", f"model.name={mode}") as process:
+        assert said(process) == "on"
+        assert process.stderr is not None
+        while "KeyError: 'wick'" not in process.stderr.readline():
+            pass
+        process.terminate()
+        assert process.communicate(timeout=20)[0] == "off\n"
+        assert process.returncode == 0
