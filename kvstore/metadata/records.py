@@ -33,6 +33,7 @@ class Cursor:
     next_sequence: int
 
     _FORM: ClassVar[struct.Struct] = struct.Struct("<4Q")
+    NUM_BYTES: ClassVar[int] = _FORM.size
 
     def pack(self) -> bytes:
         return self._FORM.pack(self.generation, self.length, self.incarnation, self.next_sequence)

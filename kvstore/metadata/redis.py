@@ -41,8 +41,10 @@ MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 GATHER_S = 0.01  # events within this time are written together
 PIECE_BYTES = 4 << 20  # of a log, in one command
 MAX_PENDING_BYTES = 8 << 20  # over all nodes; beyond that, the whole table is written later
-MAX_STRING_BYTES = 512 << 20  # Redis has none longer
 MAX_LOG_BYTES = 256 << 20
+MAX_LOADED_BYTES = 256 << 20  # of all logs: as many blocks as a conductor's index takes
+MAX_NODES = 4096  # that are read: no cluster has more
+MAX_DESCRIPTION_BYTES = 1 << 14
 COMPACT_RATIO, COMPACT_SLACK_BYTES = 3, 1 << 20
 MAX_STREAM = 10_000
 
@@ -71,7 +73,14 @@ class _Node:
 class RedisDirectory:
     """``prefix`` separates clusters of different models. Raises ConfigError for an invalid URL."""
 
-    def __init__(self, url: str, prefix: str, ttl_s: float = 60.0, timeout_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        ttl_s: float = 60.0,
+        timeout_s: float = 1.0,
+        max_loaded_bytes: int = MAX_LOADED_BYTES,
+    ) -> None:
         try:
             self._redis: Redis = Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0)
@@ -79,6 +88,7 @@ class RedisDirectory:
         except ValueError as error:
             raise ConfigError(f"directory.redis: {error}") from None
         self._prefix = prefix
+        self._max_loaded_bytes = max_loaded_bytes
         self._ttl_ms = round(ttl_s * 1000)
         self._refresh_s = ttl_s / 3
         self._nodes: dict[str, _Node] = {}
@@ -164,31 +174,54 @@ class RedisDirectory:
     # Reading
 
     async def _load(self) -> list[KnownNode]:
-        redis = self._redis
-        ids: list[bytes] = sorted(await _answer(redis.smembers(self._key("nodes"))))
-        if not ids:
+        """However much is there, no more is read than a cluster has."""
+        names = await self._some_names()
+        if not names:
             return []
-        names = [node_id.decode(errors="replace") for node_id in ids]
-        descriptions: list[bytes | None] = await _answer(redis.mget([self._key("node", name) for name in names]))
-        cursors: list[bytes | None] = await _answer(redis.mget([self._key("cursor", name) for name in names]))
-        expired = [name for name, description in zip(names, descriptions, strict=True) if description is None]
+        descriptions = await self._beginnings([self._key("node", name) for name in names], MAX_DESCRIPTION_BYTES)
+        cursors = await self._beginnings([self._key("cursor", name) for name in names], Cursor.NUM_BYTES)
+        expired = [name for name, description in zip(names, descriptions, strict=True) if not description]
         if expired:
-            await _answer(redis.srem(self._key("nodes"), *expired))
-        found = zip(names, descriptions, cursors, strict=True)
-        return [
-            KnownNode(name, description, await self._load_table(name, cursor))
-            for name, description, cursor in found
-            if description is not None
-        ]
+            await _answer(self._redis.srem(self._key("nodes"), *expired))
+        nodes, left = list[KnownNode](), self._max_loaded_bytes
+        for name, description, packed in zip(names, descriptions, cursors, strict=True):
+            if not description:
+                continue
+            cursor = Cursor.unpack(packed)
+            if cursor is not None and cursor.length > left:
+                log.warning("Redis holds too long a block table of %s; asking the node instead", name)
+                cursor = None
+            if cursor is not None:
+                left -= cursor.length
+            nodes.append(KnownNode(name, description, await self._load_table(name, cursor)))
+        return nodes
 
-    async def _load_table(self, name: str, packed: bytes | None) -> BlockTable:
+    async def _some_names(self) -> list[str]:
+        """All nodes, unless there are too many."""
+        ids: list[bytes] = await _answer(self._redis.srandmember(self._key("nodes"), MAX_NODES))
+        if len(ids) == MAX_NODES:
+            log.warning("Redis holds %d nodes or more; others are not read", MAX_NODES)
+        return sorted(node_id.decode(errors="replace") for node_id in ids)
+
+    async def _beginnings(self, keys: list[str], most: int) -> list[bytes]:
+        """The values; b"" for one that is missing, of another type, or of more than ``most`` bytes."""
+        pipeline = self._redis.pipeline(transaction=False)
+        for key in keys:
+            pipeline.getrange(key, 0, most)
+        values = list[bytes]()
+        for value in await pipeline.execute(raise_on_error=False):
+            if isinstance(value, Exception) and not (isinstance(value, ResponseError) and _is_of_wrong_type(value)):
+                raise value
+            values.append(value if isinstance(value, bytes) and len(value) <= most else b"")
+        return values
+
+    async def _load_table(self, name: str, cursor: Cursor | None) -> BlockTable:
         """An empty table when the log is not what the cursor says."""
-        cursor = Cursor.unpack(packed) if packed is not None else None
         if cursor is None:
             return BlockTable()
         key, length = self._key("log", name, cursor.generation), cursor.length
         pipeline = self._redis.pipeline(transaction=True)
-        for start in range(0, min(length, MAX_STRING_BYTES), PIECE_BYTES):  # whoever wrote the cursor
+        for start in range(0, length, PIECE_BYTES):
             pipeline.getrange(key, start, min(start + PIECE_BYTES, length) - 1)
         try:
             records = b"".join(await pipeline.execute()) if length else b""

@@ -15,8 +15,8 @@ from redis.asyncio import Redis
 from redis_process import RedisProcess
 
 from conductor.prefixes.index import PrefixIndex
-from kvstore.metadata.records import Cursor
-from kvstore.metadata.redis import MAX_STREAM, RedisDirectory
+from kvstore.metadata.records import RECORD_BYTES, Cursor
+from kvstore.metadata.redis import MAX_NODES, MAX_STREAM, RedisDirectory
 from mooncake.directory import RECORD_KEY_BYTES, KnownNode
 from mooncake.errors import ConfigError
 from mooncake.types import BlockEvent, BlockKey, Tier
@@ -336,6 +336,33 @@ async def test_a_cursor_to_more_than_a_redis_can_hold_is_not_followed(
     assert directory.state == "redis"
     assert known["s1"].table.blocks == {} and known["s2"].table.blocks == {Tier.DRAM: list(cut(3))}
     await directory.close()
+
+
+async def test_of_too_much_no_more_is_read_than_a_cluster_has(
+    server: RedisProcess, conductor: Conductor, caplog: pytest.LogCaptureFixture
+) -> None:
+    conductor.join("s1", "s2", "s3")
+    conductor.change("s1", stored(*range(100)))
+    for number, name in enumerate(("s2", "s3")):
+        conductor.change(name, stored(number))
+    for name in ("s1", "s2", "s3"):
+        await until_kept(conductor, server.url, name)
+    redis = Redis.from_url(server.url)
+    await redis.set(f"{PREFIX}:node:s3", bytes(64 << 20))
+    directory = RedisDirectory(server.url, PREFIX, max_loaded_bytes=99 * RECORD_BYTES)
+    known = {node.node_id: node for node in await directory.load()}
+    assert directory.state == "redis"
+    assert known.keys() == {"s1", "s2"}, "what describes a node is short"
+    assert known["s1"].table.blocks == {} and known["s2"].table.blocks == {Tier.DRAM: list(cut(0))}
+    assert "too long a block table of s1" in caplog.text
+    await directory.close()
+
+    names = [f"stranger-{number}" for number in range(MAX_NODES + 100)]
+    await redis.mset({f"{PREFIX}:node:{name}": b"I am a stranger" for name in names})
+    await redis.sadd(f"{PREFIX}:nodes", *names)
+    assert 1 < len(await restarted(server.url)) <= MAX_NODES
+    assert f"Redis holds {MAX_NODES} nodes or more" in caplog.text
+    await redis.aclose()
 
 
 async def test_two_conductors_keep_whole_tables_of_the_same_node(server: RedisProcess, conductor: Conductor) -> None:
