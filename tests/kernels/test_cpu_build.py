@@ -59,3 +59,26 @@ def test_without_a_build_the_reference_serves_and_one_line_says_why(
     warning, answer = output_of(start(Path(environment.pop("XDG_CACHE_HOME")), **environment)).splitlines()
     assert warning.startswith("WARNING using the slow torch kernels") and reason in warning
     assert answer == "module 32"
+
+
+SHORT_OF_MEMORY = """
+import resource, sys
+import torch
+from mooncake.kernels import choose_kernels
+from mooncake.kernels.cpu_threads import use_threads
+torch.set_num_threads(1)
+kernels, gate_up = choose_kernels(), torch.ones(4096, 256)
+expected = kernels.silu_mul(gate_up).sum()  # on this thread, and the result's memory is there afterwards
+use_threads(8)
+_, most = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (0, most))
+done = kernels.silu_mul(gate_up).sum()
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+print(bool(done == expected), type(kernels).__name__)
+"""
+
+
+def test_where_no_more_threads_start_those_that_run_do_the_work() -> None:
+    command = [sys.executable, "-c", SHORT_OF_MEMORY]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stdout) == (0, "True CpuKernels\n"), done.stderr[-500:]

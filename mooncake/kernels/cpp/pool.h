@@ -17,6 +17,8 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 
 #include <linux/futex.h>
@@ -38,6 +40,7 @@ public:
             // Rows of activations are pages apart: with small pages, each access would be an address lookup.
             capacity_ = bytes < LARGE_PAGE ? bytes : (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
             memory_.reset((char*)std::aligned_alloc(bytes < LARGE_PAGE ? 64 : LARGE_PAGE, capacity_));
+            if (!memory_) throw std::bad_alloc();  // nobody catches it: the process ends, and is started again
             if (bytes >= LARGE_PAGE) madvise(memory_.get(), capacity_, MADV_HUGEPAGE);
         }
         return (T*)memory_.get();
@@ -116,7 +119,10 @@ private:
     }
 
     void start_threads(int count) {
-        for (; num_threads_ < count; num_threads_++) std::thread([this, id = num_threads_ + 1] { serve(id); }).detach();
+        try {
+            for (; num_threads_ < count; num_threads_++) std::thread([this, id = num_threads_ + 1] { serve(id); }).detach();
+        } catch (const std::system_error&) {  // there are no more: those that run take all items
+        }
     }
 
     [[noreturn]] void serve(int id) {
