@@ -267,7 +267,8 @@ class CleanUps:
         if isinstance(error, MooncakeError):
             log.info("not everything that a call left was cleaned up: %s", error.message)
         elif error is not None:
-            log.error("not everything that a call left was cleaned up", exc_info=error)
+            what = {"message": "not everything that a call left was cleaned up", "exception": error, "task": task}
+            task.get_loop().call_exception_handler(what)  # for lack of memory, it ends the process
 
 
 def remaining_s(context: Any, most_s: float) -> float:

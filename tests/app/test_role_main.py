@@ -20,6 +20,7 @@ ROLE = textwrap.dedent(
     import asyncio, atexit, subprocess, threading
     from mooncake.app.role_main import run_role
     from mooncake.errors import ModelError, NodeUnavailable, StaleEpoch
+    from mooncake.rpc.server import CleanUps
     from mooncake.threads import Expendable
 
     def short_of_memory():
@@ -71,6 +72,8 @@ ROLE = textwrap.dedent(
                     loop.call_soon(short_of_memory)
                 case "task":
                     asyncio.create_task(burn())
+                case "cleaning":
+                    CleanUps().start(burn())
                 case "slip":
                     loop.call_soon(lambda: {}["wick"])
             if self.mode != "replaced":
@@ -215,6 +218,7 @@ def test_a_node_without_file_descriptors_stops_cleanly() -> None:
         ("stillborn", "no memory was left for something that nothing else makes up for"),
         ("callback", "no memory was left for something that nothing else makes up for"),
         ("task", "no memory was left for something that nothing else makes up for"),
+        ("cleaning", "no memory was left for something that nothing else makes up for"),
     ],
 )
 def test_a_process_that_has_lost_a_part_of_itself_ends(mode: str, last_words: str) -> None:
