@@ -32,6 +32,7 @@ from kvstore.metadata.records import RECORD_BYTES, Cursor, pack_blocks, pack_eve
 from mooncake.directory import BlocksOf, BlockTable, KnownNode
 from mooncake.errors import ConfigError
 from mooncake.types import BlockEvent
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +121,15 @@ class RedisDirectory:
         except FAILURES as error:
             self._fail(error)
             return []
+        except Exception as error:
+            self._fail_strangely(error)
+            return []
         self._trouble = ""
         return nodes
 
     def start(self, blocks_of: BlocksOf) -> None:
         self._blocks_of = blocks_of
-        self._writer = asyncio.create_task(self._write_for_ever(), name="directory in Redis")
+        self._writer = vital(self._write_for_ever(), "directory in Redis")
 
     def joined(self, node_id: str, description: bytes, table: BlockTable | None = None) -> None:
         node = self._nodes[node_id] = _Node(description)
@@ -243,8 +247,11 @@ class RedisDirectory:
             was_closing = self._is_closing  # then nothing changes any more: this write is the last
             try:
                 await self._write_and_mend()
-            except FAILURES as error:
-                self._fail(error)
+            except Exception as error:
+                if isinstance(error, FAILURES):
+                    self._fail(error)
+                else:
+                    self._fail_strangely(error)
                 if was_closing:
                     return
                 await asyncio.sleep(pause_s)
@@ -267,6 +274,12 @@ class RedisDirectory:
             log.warning("Redis is away, going on with memory alone: %s", trouble)
         self._trouble = trouble
         self._forget_written()
+
+    def _fail_strangely(self, error: Exception) -> None:
+        """A bug, or what answers is no Redis."""
+        if not self._trouble:
+            log.error("what answers as Redis is not understood", exc_info=error)
+        self._fail(error)
 
     def _forget_written(self) -> None:
         for node in self._nodes.values():

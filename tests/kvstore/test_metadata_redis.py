@@ -421,6 +421,25 @@ async def test_a_redis_that_is_away_from_the_start_is_told_once_and_so_is_its_re
     await conductor.directory.close()
 
 
+async def test_what_only_answers_like_a_redis_is_as_good_as_none(caplog: pytest.LogCaptureFixture) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 16):
+            writer.write(b":1\r\n" * 8)
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        conductor = Conductor(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        assert await conductor.directory.load() == []
+        conductor.directory.start(conductor.index.blocks_of)
+        for number in range(3):
+            conductor.join(f"s{number}")
+            await asyncio.sleep(0.15)
+            assert conductor.directory.state.startswith("memory")
+        await conductor.directory.close()
+    assert caplog.text.count("is not understood") == 1 and "the task" not in caplog.text
+
+
 async def test_a_url_that_is_none_is_a_sentence() -> None:
     with pytest.raises(ConfigError, match=r"directory\.redis"):
         RedisDirectory("http://somewhere", PREFIX)
