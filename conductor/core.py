@@ -32,6 +32,7 @@ from mooncake.directory import Directory, KnownNode
 from mooncake.errors import MooncakeError, NodeIdTaken
 from mooncake.rpc.server import Channels
 from mooncake.types import Role
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Core:
         for known in await self.directory.load():
             self._restore(known)
         self.directory.start(self.index.blocks_of)
-        self._ticker = asyncio.create_task(self._tick_for_ever(), name="registry tick")
+        self._ticker = vital(self._tick_for_ever(), "registry tick")
 
     async def stop(self) -> None:
         if self._ticker is not None:

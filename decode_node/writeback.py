@@ -18,6 +18,7 @@ from kvstore.client.store_client import StoreClient
 from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.errors import DeadlineExceeded, MooncakeError, NodeUnavailable
 from mooncake.types import BlockKey, KVLayout
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class WriteBack:
         self.skipped = 0
 
     def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
+        self._task = vital(self._run(), "write-back")
 
     async def stop(self) -> None:
         if self._task is not None:

@@ -36,6 +36,7 @@ from mooncake.rpc import cluster_pb2, common_pb2_grpc, replica_pb2_grpc, store_p
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.rpc.server import RpcServer
 from mooncake.types import Role, SegmentAddress
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class StoreNode:
         await self._start_store(board, events)
         await self._serve(board, events)
         for work, name in ((self._sweep(), "sweep"), (self._hear_readers(), "hear readers")):
-            self._cleanup.push_async_callback(_end, asyncio.create_task(work, name=name))
+            self._cleanup.push_async_callback(_end, vital(work, name))
         log.info("%s: %d blocks of %d bytes", self.node_id, self._segment.num_blocks, self._block_bytes)
         if self._join_cluster:
             await self._join()

@@ -16,6 +16,7 @@ from typing import Protocol
 from mooncake.adapter_loads import AdapterLoad
 from mooncake.adapters import Adapter, open_adapter
 from mooncake.errors import ModelError, MooncakeError
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class AdapterKeeper:
         if self._task is None or self._task.done():
             self._drop_unwanted()
             if self._wanted.keys() - self._tried.keys():
-                self._task = asyncio.create_task(self._load_all(), name="load adapters")
+                self._task = vital(self._load_all(), "load adapters")
 
     async def stop(self) -> None:
         if self._task is not None:

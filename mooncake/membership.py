@@ -31,6 +31,7 @@ from mooncake.rpc.cluster_pb2_grpc import ClusterStub
 from mooncake.rpc.errors import error_from_rpc, handshake_trouble
 from mooncake.rpc.server import Channels
 from mooncake.tls import tls_of
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Membership:
         NodeIdTaken when a live process has the node's id, and StaleEpoch when one has taken it since.
         """
         await self._try_register()
-        self._task = asyncio.create_task(self._run(), name="membership")
+        self._task = vital(self._run(), "membership")
 
     async def wait_replaced(self) -> MooncakeError:
         """Return the error once another process has this node's id, so that the cluster does not accept this one."""

@@ -29,6 +29,7 @@ from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
 from mooncake.sampling import SamplingParams
 from mooncake.types import BlockKey, TokenIds
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class BlendChunks:
     def compute_waiting(self) -> None:
         """A prompt is done: compute waiting chunks in the background, one after another."""
         if self._waiting and self._worker is None:
-            self._worker = asyncio.create_task(self._run_waiting())
+            self._worker = vital(self._run_waiting(), "compute chunks")
 
     def acquire(self, pool: BlockPool, chunks: Sequence[Chunk], first: int) -> tuple[Blend | None, list[int]]:
         """What a prompt can reuse after its first ``first`` tokens, and the blocks with that KV, which the caller must

@@ -25,6 +25,7 @@ from conductor.ingress.handshake import Handshakes, TlsProtocol
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError
 from mooncake.rpc.limits import share_of_files
+from mooncake.vital import vital
 
 MAX_HEADER_BYTES = 64 << 10
 UNREAD_TIMEOUT_S = 60.0  # for a client to read what was sent
@@ -270,7 +271,7 @@ class HttpServer:
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(UNREAD_TIMEOUT_S * 1e3))
         bound = int(listener.getsockname()[1])
         listeners = [listener, *(listener.dup() for _ in range(ACCEPTS_A_PASS - 1))]
-        self._task = asyncio.create_task(self._server.serve(listeners), name="http server")
+        self._task = vital(self._server.serve(listeners), "http server")
         await self._server.listening.wait()
         return bound
 

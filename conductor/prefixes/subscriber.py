@@ -21,6 +21,7 @@ from mooncake.rpc.common_pb2_grpc import CacheEventsStub
 from mooncake.rpc.convert import event_from_wire
 from mooncake.rpc.server import TAKEN_KEY, Channels
 from mooncake.types import Role, Tier
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Subscriber:
             self._index.load(info.node_id, keys, tier)
         cursor = Cursor(table.incarnation, table.next_sequence) if table else Cursor()
         name = f"events of {info.node_id}"
-        self._tasks[info.node_id] = asyncio.create_task(self._follow(info, cursor), name=name)
+        self._tasks[info.node_id] = vital(self._follow(info, cursor), name)
 
     def forget(self, node_id: str) -> None:
         if task := self._tasks.pop(node_id, None):

@@ -27,6 +27,7 @@ from kvstore.ssd.room import SsdRoom
 from kvstore.ssd.stall import LOOKS, STALL_S, Stall
 from mooncake.errors import ChecksumMismatch, ConfigError, KVLoadFailed
 from mooncake.types import BlockKey
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,8 @@ class SsdTier:
         self._off_until = 0.0
         self._reading = 0  # bytes
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
-        self._task = asyncio.create_task(self._commit_for_ever(), name="ssd-commit")
-        self._watcher = asyncio.create_task(self._watch(), name="ssd-watch")
+        self._task = vital(self._commit_for_ever(), "ssd-commit")
+        self._watcher = vital(self._watch(), "ssd-watch")
 
     @classmethod
     async def open(

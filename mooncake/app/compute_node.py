@@ -30,6 +30,7 @@ from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.types import Role
+from mooncake.vital import vital
 from prefill_node.role import PrefillRole
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class ComputeNode(EngineNode):
 
     def _on_wanted_role(self, role: str) -> None:
         if not self._is_stopping and (self._switching is None or self._switching.done()):
-            self._switching = asyncio.create_task(self._switch(Role(role)), name=f"become {role}")
+            self._switching = vital(self._switch(Role(role)), f"become {role}")
 
     async def _switch(self, role: Role) -> None:
         try:

@@ -1,8 +1,8 @@
 """Ends a process that lives but can serve no more: whoever started it starts it again, and its requests are retried.
 
-A thread that died leaves what it did undone for good; so does a callback, or a thread's start, that found no memory.
-Who waits for it waits for ever, perhaps on the event loop. Errors that somebody is prepared for never come here. It
-knows nothing of nodes.
+A thread or a task that died leaves what it did undone for good; so does a callback, or a thread's start, that found no
+memory. Who waits for it waits for ever, perhaps on the event loop. Errors that somebody is prepared for never come
+here. It knows nothing of nodes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from mooncake.errors import lacks_memory
 from mooncake.threads import Expendable
+from mooncake.vital import IS_VITAL
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +26,8 @@ _LOOKS = 60  # in that time
 
 
 def end_when_crippled(loop: asyncio.AbstractEventLoop) -> None:
-    """End this process with 1 when a thread that is not expendable dies of an error, or when an error for lack of
-    memory was nobody's."""
+    """End this process with 1 when a thread that is not expendable dies of an error, or a vital task, or when an error
+    for lack of memory was nobody's."""
     threading.excepthook = _on_thread_error
     sys.unraisablehook = _on_unraisable
     loop.set_exception_handler(_on_loop_error)
@@ -77,6 +78,8 @@ def _on_unraisable(args: sys.UnraisableHookArgs) -> None:
 
 def _on_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     loop.default_exception_handler(context)
+    if context.get(IS_VITAL):
+        _end(b"a vital task has died")
     error = context.get("exception")
     if error is not None and lacks_memory(error):
         _end(b"no memory was left for something that nothing else makes up for")

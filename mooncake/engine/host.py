@@ -38,6 +38,7 @@ from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.sampling import SamplingParams
 from mooncake.types import KVLayout, TokenIds
+from mooncake.vital import vital
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +123,7 @@ class EngineHost:
         self.thread.start(node_hook, rest_after)
         if timeout_s := self.config.node.step_timeout_s:
             watch = watch_steps(self.thread, lambda: node_hook.num_layers, timeout_s)
-            self._watch = asyncio.create_task(watch, name="watch steps")
+            self._watch = vital(watch, "watch steps")
 
     def _log_ready(self, seconds: float) -> None:
         size = self.cache_size

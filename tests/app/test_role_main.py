@@ -22,9 +22,13 @@ ROLE = textwrap.dedent(
     from mooncake.errors import ModelError, NodeUnavailable, StaleEpoch
     from mooncake.rpc.server import CleanUps
     from mooncake.threads import Expendable
+    from mooncake.vital import vital
 
     def short_of_memory():
         raise MemoryError
+
+    async def go_out():
+        {}["wick"]
 
     async def burn():
         short_of_memory()
@@ -72,6 +76,8 @@ ROLE = textwrap.dedent(
                     loop.call_soon(short_of_memory)
                 case "task":
                     asyncio.create_task(burn())
+                case "vital":
+                    self.flame = vital(go_out(), "flame")  # nobody awaits it, and it is not dropped
                 case "cleaning":
                     CleanUps().start(burn())
                 case "slip":
@@ -218,6 +224,7 @@ def test_a_node_without_file_descriptors_stops_cleanly() -> None:
         ("stillborn", "no memory was left for something that nothing else makes up for"),
         ("callback", "no memory was left for something that nothing else makes up for"),
         ("task", "no memory was left for something that nothing else makes up for"),
+        ("vital", "a vital task has died"),
         ("cleaning", "no memory was left for something that nothing else makes up for"),
     ],
 )
