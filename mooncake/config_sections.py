@@ -238,7 +238,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssl_keyfile: str = ""  # PEM; "": in ssl_certfile
     ssl_server_name: str = ""  # name in its conductor's certificate, if not the address
     drain_s: float = 25.0  # how long requests on a prefill or decode node may finish when it is asked to stop
-    step_timeout_s: float = 600.0  # without progress in a step, or a minute of the event loop: it exits; 0: never
+    step_timeout_s: float = 600.0  # without progress in a step (or 120 of the event loop): it exits; 0: never
     cores: tuple[int, ...] = ()  # for the process; []: all
     decode_share: float = 1.0  # part of the time that decode steps take while prompts are computed for this node
 

@@ -222,7 +222,10 @@ class ModelError(InternalError):
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether a foreign error came for lack of memory, of the host or of a device: torch says so in its text alone."""
+    """Whether a foreign error came for lack of memory, of the host or of a device. Torch says so in its text alone, and
+    Python in no word where not even the error could be made."""
+    if isinstance(error, SystemError):
+        return "without exception set" in str(error)
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, RuntimeError):

@@ -21,7 +21,7 @@ from mooncake.vital import IS_VITAL
 
 log = logging.getLogger(__name__)
 
-LOOP_TIMEOUT_S = 60.0  # for one pass of the event loop
+LOOP_TIMEOUT_S = 120.0  # for one pass of the event loop, which may have a few lines of C++ compiled
 _LOOKS = 60  # in that time
 
 

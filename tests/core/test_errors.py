@@ -23,6 +23,10 @@ def allocate_on_a_gpu() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
+def allocate_an_error() -> None:
+    raise SystemError("error return without exception set")
+
+
 def allocate_within_torch() -> None:
     raise RuntimeError("std::bad_alloc")
 
@@ -35,6 +39,7 @@ def allocate_within_torch() -> None:
         lambda: torch.ones(FAR_TOO_MUCH, dtype=torch.uint8),
         map_without_memory,
         allocate_on_a_gpu,
+        allocate_an_error,
         allocate_within_torch,
     ],
 )
