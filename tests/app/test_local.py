@@ -17,6 +17,7 @@ from descriptors import no_file_descriptors
 from live import small_config
 
 from mooncake.app.local import LocalCluster
+from mooncake.app.preflight import available_cores
 from mooncake.client import Client
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, ModelError, NodeUnavailable
@@ -49,12 +50,15 @@ def is_gone(pid: int) -> bool:
 
 async def test_it_answers_and_leaves_nothing_behind() -> None:
     told: list[str] = []
-    async with LocalCluster(small_config(), tell=told.append) as cluster:
+    shared = [f"{role}.threads={available_cores()}" for role in ("prefill", "decode")]
+    async with LocalCluster(small_config(*shared), tell=told.append) as cluster:
         assert set(cluster.pids) == {"conductor", "store-0", "prefill-0", "decode-0"}
         assert any(sentence.startswith("waiting for") for sentence in told)
         file = cluster.config_file
         assert load_config(file) == cluster.config
         assert await asyncio.to_thread(ask, cluster)
+        commands = {node_id: Path(f"/proc/{pid}/cmdline").read_text() for node_id, pid in cluster.pids.items()}
+        assert "node.decode_share=0.33" in commands["decode-0"]
         pids = list(cluster.pids.values())
         port = cluster.config.conductor.grpc_port
     assert all(is_gone(pid) for pid in pids)

@@ -62,18 +62,18 @@ def test_a_figure_that_was_measured_anew_is_another_one_in_the_table(
 ) -> None:
     [told] = [table for table in TOLD["table"] if table["title"] == "Prompt lookup"]
     rows = [row for row in told["rows"] if "files" not in row]
-    words = told | {"files": {"zen4": told["files"]["zen4"]}, "also": {}, "rows": rows, "missed": "", "notes": []}
+    words = told | {"files": {"amx": told["files"]["amx"]}, "also": {}, "rows": rows, "missed": "", "notes": []}
     names = TOLD["machines"]
     before = table_of(words)
     assert not before.misses()
-    file = Path(shutil.copy(RESULTS / words["files"]["zen4"], tmp_path))
+    file = Path(shutil.copy(RESULTS / words["files"]["amx"], tmp_path))
     saved = json.loads(file.read_text())
     measured, saved["ratios"]["free_b4"] = saved["ratios"]["free_b4"], 0.5
     file.write_text(json.dumps(saved) + "\n")
     monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
     after = table_of(words)
     assert table_text(after, names) == table_text(before, names).replace(f"**{measured:.2f}**", "✗ 0.50")
-    assert farthest(after, names) == "free text, batch 4: 0.50, Zen 4 (asked ≥ 0.95)"
+    assert farthest(after, names) == "free text, batch 4: 0.50, AMX (asked ≥ 0.95)"
     del saved["ratios"]["free_b4"]
     file.write_text(json.dumps(saved) + "\n")
     with pytest.raises(KeyError, match="free_b4"):
@@ -98,21 +98,24 @@ def test_a_typed_figure_is_found() -> None:
 
 
 def first_tokens_under_load() -> list[str]:
-    """The sentences about them on the Zen 4."""
-    zen4 = Result(RESULTS / "serve-2core-zen4-fp32.json")
+    """The rows about them on the Zen 4."""
+    serve, http, nice = (
+        Result(RESULTS / name)
+        for name in ("serve-2core-zen4-fp32.json", "http-2core-zen4-bf16.json", "http-2core-zen4-nice-bf16.json")
+    )
 
-    def both(figure: str) -> list[float]:
-        return [zen4.figure(f"best[{subject} | {figure}]") for subject in ("cluster, shm", "one engine")]
+    def over(peer: str, result: Result, figure: str, clients: tuple[int, ...]) -> list[str]:
+        return [f"{result.figure(f'{figure}_{number}_cluster_vs_{peer}'):.2f}" for number in clients]
 
-    rates = both("requests | clients=16")
-    first_ms = both("TTFT p50 | clients=8")
-    longest_ms, median_ms = both("TBT p99 | arriving=2048"), both("TBT p50 | arriving=2048")
+    told = {"median first token": "ttft_p50", "output": "output", "p99 gap": "tbt_p99"}
+    disturbed = serve.figure("tbt_p99_disturbed_cluster_vs_engine")
     return [
-        f"serves {rates[0]:.1f} prompts of 256 tokens a second where one engine does {rates[1]:.1f}",
-        f"first tokens come after {first_ms[0] / 1e3:.1f} s where one engine has {first_ms[1] / 1e3:.1f}",
-        f"the 99th percentile of gaps is {zen4.figure('tbt_p99_8_cluster_vs_engine'):.2f} of its",
-        f"one engine's on the Zen 4 ({longest_ms[0] / 1e3:.1f} s)",
-        f"the median is {median_ms[0] / 1e3:.2f} s against {median_ms[1] / 1e3:.2f}",
+        *(f"{' and '.join(over('engine', serve, figure, (8, 16)))} |" for figure in told.values()),
+        f"| p99 gap while a long prompt arrives | 0.38 | {disturbed:.2f} |",
+        *(
+            f"| {words} | {' | '.join(', '.join(over('vllm', result, figure, (1, 8, 16))) for result in (nice, http))} |"
+            for words, figure in told.items()
+        ),
     ]
 
 

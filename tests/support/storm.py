@@ -95,6 +95,7 @@ EXTRA = (  # each with one seed in two
     "decode.speculative_tokens=4",
     "conductor.max_requests=10",
     "prefill.chunk_tokens=48",
+    "decode.threads=2",  # on two cores, decode rests while prompts are computed
 )
 
 
