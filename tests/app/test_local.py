@@ -44,6 +44,10 @@ def state_of(pid: int) -> str:
     return ""
 
 
+def command_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
 def is_gone(pid: int) -> bool:
     return state_of(pid) in ("", "Z")
 
@@ -57,8 +61,7 @@ async def test_it_answers_and_leaves_nothing_behind() -> None:
         file = cluster.config_file
         assert load_config(file) == cluster.config
         assert await asyncio.to_thread(ask, cluster)
-        commands = {node_id: Path(f"/proc/{pid}/cmdline").read_text() for node_id, pid in cluster.pids.items()}
-        assert "node.decode_share=0.33" in commands["decode-0"]
+        assert "node.decode_share=0.33" in command_of(cluster.pids["decode-0"])
         pids = list(cluster.pids.values())
         port = cluster.config.conductor.grpc_port
     assert all(is_gone(pid) for pid in pids)

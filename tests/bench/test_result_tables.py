@@ -109,13 +109,15 @@ def first_tokens_under_load() -> list[str]:
 
     told = {"median first token": "ttft_p50", "output": "output", "p99 gap": "tbt_p99"}
     disturbed = serve.figure("tbt_p99_disturbed_cluster_vs_engine")
+
+    def row(words: str, figure: str) -> str:
+        before, after = (", ".join(over("vllm", result, figure, (1, 8, 16))) for result in (nice, http))
+        return f"| {words} | {before} | {after} |"
+
     return [
         *(f"{' and '.join(over('engine', serve, figure, (8, 16)))} |" for figure in told.values()),
         f"| p99 gap while a long prompt arrives | 0.38 | {disturbed:.2f} |",
-        *(
-            f"| {words} | {' | '.join(', '.join(over('vllm', result, figure, (1, 8, 16))) for result in (nice, http))} |"
-            for words, figure in told.items()
-        ),
+        *(row(words, figure) for words, figure in told.items()),
     ]
 
 
