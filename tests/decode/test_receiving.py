@@ -57,6 +57,20 @@ async def pair(model: Path, *overrides: str) -> AsyncIterator[tuple[PrefillNode,
         await decode.stop()
 
 
+class HeldPrompt:
+    """Keeps a prefill node between two layers, until it may go on."""
+
+    def __init__(self, prefill: PrefillNode) -> None:
+        self.begun = asyncio.Event()
+        self.may_go_on = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        prefill.streamer.listeners.append(self._wait)
+
+    def _wait(self, layer: int) -> None:
+        self._loop.call_soon_threadsafe(self.begun.set)
+        self.may_go_on.wait(60)
+
+
 def ask(channels: Channels, prefill: PrefillNode, decode: DecodeNode) -> tuple[Any, Any]:
     """Both calls of one request, as a conductor makes them."""
     common = {
@@ -80,21 +94,16 @@ def ask(channels: Channels, prefill: PrefillNode, decode: DecodeNode) -> tuple[A
 async def test_whoever_leaves_just_when_the_hand_off_is_committed_leaves_no_block_behind(tmp_path: Path) -> None:
     """The engine is in the middle of a step, and does not know yet that the sequence may run."""
     write_tiny_model(tmp_path / "model", max_position_embeddings=512)
-    channels, begun, may_go_on, step_ends = Channels(), asyncio.Event(), threading.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def hold(layer: int) -> None:
-        loop.call_soon_threadsafe(begun.set)
-        may_go_on.wait(60)
+    channels, step_ends = Channels(), threading.Event()
 
     async with pair(tmp_path / "model") as (prefill, decode):
-        prefill.streamer.listeners.append(hold)
+        prompt = HeldPrompt(prefill)
         calls = ask(channels, prefill, decode)
         reading = [asyncio.create_task(anext(aiter(call))) for call in calls]
-        await begun.wait()
+        await prompt.begun.wait()
         await until(lambda: bool(decode.receiver._handoffs) and decode.host.engine.block_pool.num_in_use > 0, 30)
         decode.host.thread.call(lambda engine: step_ends.wait(60))
-        may_go_on.set()
+        prompt.may_go_on.set()
         await until(lambda: not decode.receiver._handoffs, 30)
         for call in calls:
             call.cancel()
@@ -111,24 +120,19 @@ async def test_decode_steps_leave_their_cores_to_prompts_that_this_node_waits_fo
     limit_ms: int, rest_s: float, tmp_path: Path
 ) -> None:
     write_tiny_model(tmp_path / "model", max_position_embeddings=512)
-    channels, begun, may_go_on = Channels(), asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def hold(layer: int) -> None:
-        loop.call_soon_threadsafe(begun.set)
-        may_go_on.wait(60)
+    channels = Channels()
 
     overrides = ("node.decode_share=0.25", f"conductor.tbt_limit_ms={limit_ms}")
     async with pair(tmp_path / "model", *overrides) as (prefill, decode):
         rest_after_s = decode._role.rest_after_s
         assert rest_after_s(0.01) == 0
-        prefill.streamer.listeners.append(hold)
+        prompt = HeldPrompt(prefill)
         calls = ask(channels, prefill, decode)
         reading = [asyncio.create_task(anext(aiter(call))) for call in calls]
-        await begun.wait()
+        await prompt.begun.wait()
         await until(lambda: decode.receiver.awaits_prompts, 30)
         assert max(rest_after_s(0.01), 0) == pytest.approx(rest_s)
-        may_go_on.set()
+        prompt.may_go_on.set()
         await asyncio.gather(*reading)
         await until(lambda: not decode.receiver.awaits_prompts, 30)
         assert rest_after_s(0.01) == 0
@@ -164,15 +168,10 @@ async def test_a_sequence_that_a_bug_of_ours_keeps_from_starting_leaves_no_block
 @pytest.mark.timeout(120)
 async def test_a_prompt_may_take_longer_than_a_hand_off(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model", max_position_embeddings=512)
-    channels, begun, may_go_on = Channels(), asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-
-    def hold(layer: int) -> None:
-        loop.call_soon_threadsafe(begun.set)
-        may_go_on.wait(60)
+    channels = Channels()
 
     async with pair(tmp_path / "model") as (prefill, decode):
-        prefill.streamer.listeners.append(hold)
+        prompt = HeldPrompt(prefill)
         decoding, prefilling = ask(channels, prefill, decode)
 
         async def tokens_decoded() -> list[int]:
@@ -182,9 +181,9 @@ async def test_a_prompt_may_take_longer_than_a_hand_off(tmp_path: Path) -> None:
             return [response.report.prompt_tokens async for response in prefilling if response.HasField("report")]
 
         answer = asyncio.gather(tokens_decoded(), reports())
-        await begun.wait()
+        await prompt.begun.wait()
         await asyncio.sleep(5 * HANDOFF_TIMEOUT_S)  # nothing is to happen in it
-        may_go_on.set()
+        prompt.may_go_on.set()
         indices, prompt_tokens = await answer
         assert indices[-1] == 3 and prompt_tokens == [len(PROMPT)]
         await channels.close()
