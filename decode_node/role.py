@@ -73,8 +73,8 @@ class DecodeRole:
 
     def rest_after_s(self, step_s: float) -> float:
         """How long the engine leaves its cores, after a step of ``step_s``, to the prompts that are computed for this
-        node. May be called from any thread."""
-        if not self._rests_per_step or not self.receiver.awaits_prompts:
+        node. A step that computed a prompt itself is not rested after. May be called from any thread."""
+        if not self._rests_per_step or self._host.has_computed_prompts or not self.receiver.awaits_prompts:
             return 0.0
         return min(step_s * self._rests_per_step, self._most_s - step_s)
 

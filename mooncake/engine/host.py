@@ -87,6 +87,7 @@ class EngineHost:
         self._checkpoint = plan.checkpoint
         self._backend = backend
         self._events = events
+        self._hook: NodeHook | None = None  # once it runs
         self._watch: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[MooncakeError] = self._loop.create_future()
@@ -119,11 +120,16 @@ class EngineHost:
 
     def run(self, hook: StepHook, rest_after: RestAfter | None = None) -> None:
         """Start stepping; see ``EngineThread.start``."""
-        node_hook = NodeHook(hook, self.samples, self._publish_events)
+        node_hook = self._hook = NodeHook(hook, self.samples, self._publish_events)
         self.thread.start(node_hook, rest_after)
         if timeout_s := self.config.node.step_timeout_s:
             watch = watch_steps(self.thread, lambda: node_hook.num_layers, timeout_s)
             self._watch = vital(watch, "watch steps")
+
+    @property
+    def has_computed_prompts(self) -> bool:
+        """Whether the last step computed part of a prompt."""
+        return self._hook is not None and self._hook.computed_prompts
 
     def _log_ready(self, seconds: float) -> None:
         size = self.cache_size

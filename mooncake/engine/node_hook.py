@@ -57,6 +57,7 @@ class NodeHook:
         self.admitted = inner.admitted
         self.before_layer = inner.before_layer
         self.num_layers = 0  # layers reached by steps, in total
+        self.computed_prompts = False  # in the last step
         self._inner = inner
         self._samples = samples
         self._publish = publish
@@ -80,5 +81,6 @@ class NodeHook:
 
     def end_step(self, plan: StepPlan) -> None:
         self._samples.add_step(plan, (time.monotonic() - self._started_s) * 1e3)
+        self.computed_prompts = any(entry.num_tokens > 1 + entry.num_draft for entry in plan.entries)
         self._inner.end_step(plan)
         self._publish()

@@ -132,6 +132,9 @@ async def test_decode_steps_leave_their_cores_to_prompts_that_this_node_waits_fo
         await prompt.begun.wait()
         await until(lambda: decode.receiver.awaits_prompts, 30)
         assert max(rest_after_s(0.01), 0) == pytest.approx(rest_s)
+        decode.host._hook.computed_prompts = True
+        assert rest_after_s(0.01) == 0
+        decode.host._hook.computed_prompts = False
         prompt.may_go_on.set()
         await asyncio.gather(*reading)
         await until(lambda: not decode.receiver.awaits_prompts, 30)

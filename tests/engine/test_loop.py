@@ -12,9 +12,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from mooncake.engine.contract import StepOutput
+from mooncake.engine.contract import NO_HOOK, StepOutput
 from mooncake.engine.engine import Engine
 from mooncake.engine.loop import EngineThread
+from mooncake.engine.node_hook import NodeHook, StepSamples
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
@@ -360,6 +361,15 @@ def test_a_resting_engine_serves_calls_and_goes_on_when_they_end_its_rest() -> N
     thread.call(end)
     assert inbox.answer() == true_answer(prompt, 12)
     thread.stop()
+
+
+def test_a_hook_tells_steps_with_prompts_from_decode_steps() -> None:
+    engine, hook, told = hash_engine(), NodeHook(NO_HOOK, StepSamples(), lambda: None), []
+    engine.add(hash_sequence("r", random_prompt(5, 0)))
+    while engine.has_work:
+        engine.step(hook)
+        told.append(hook.computed_prompts)
+    assert told == [True] + 11 * [False]
 
 
 def test_an_engine_that_rests_stops_at_once() -> None:
