@@ -1,7 +1,7 @@
 // The functions of reference.py for CPUs, and a whole decoder in one call. Activations are float32 on both sides;
 // weights and pages keep their types. The plain C interface (pointers, strides, int status) compiles in seconds and
 // does not depend on the version of torch. The headers of cpp/, each built on those before: vectors.h, pool.h, sampling.h,
-// pages.h, steps.h, recurrent.h; of products hadamard.h, packed.h, tiles.h, activations.h, grouped.h, linear.h, experts.h,
+// pages.h, steps.h, recurrent.h; of products hadamard.h, packed.h, tiles.h, activations.h, grouped.h, forecast.h, linear.h, experts.h,
 // adapters.h; of attention attention_plan.h, score_tiles.h, mix_tiles.h, attend_*.h, attention.h; then decoder.h. What
 // takes long to compile has a file of its own: linear.cpp, attention.cpp.
 

@@ -11,7 +11,8 @@
 
 namespace mooncake {
 
-constexpr int32_t NO_WINDOW = INT32_MIN;  // with a group added to it, the kind of a plan for layers without a window
+constexpr int32_t NO_WINDOW = INT32_MIN;  // with a group added to it, the kind of layers without a window
+constexpr int32_t NOTHING = INT32_MAX;    // no kind
 
 // Mirrored in cpu_decoder.py, as are the structures that follow.
 struct DecoderLayer {
@@ -83,7 +84,7 @@ public:
         wide_ = memory.take(most * wide);
         call_ = {qkv_, qkv_width, mixed_, step_.block_tables, step_.query_starts, step_.context_lens, step_.table_stride,
                  int(step_.num_sequences), model_.num_heads, model_.num_kv_heads, model_.head_dim, 0, model_.scale * 1.44269504f};
-        num_plans_ = 0;
+        drop_plans();
         if (int status = check()) return status;
         if (step_.entering)
             std::memcpy(residual_, step_.entering, T * hidden * sizeof(float));
@@ -167,7 +168,7 @@ private:
         call_.query_starts = step_.query_starts;
         call_.context_lens = step_.context_lens;
         call_.positions = left.positions;
-        num_plans_ = 0;
+        drop_plans();
         return find_runs_of_step() ? OK : BAD_TOKEN;
     }
 
@@ -193,8 +194,9 @@ private:
         return {layer.cos, layer.sin, model_.num_positions, layer.query_norm, layer.key_norm, model_.eps};
     }
 
-    void multiply(const PackedLinear& layer, const float* from, int64_t rows, const float* norm, const Target& target) {
+    void multiply(const PackedLinear& layer, const float* from, int64_t rows, const float* norm, Target target) {
         if (!rows) return;
+        target.forecast = &forecast_;
         if (rows <= STRIP) prefetch_start(layer, threads_);  // with more rows it does not wait for weights
         const Activations x = prepare(layer, from, layer.inputs, rows, norm, model_.eps, turned_, threads_);
         multiply_by(layer, x, target, threads_);
@@ -212,7 +214,7 @@ private:
 
     void mlp(int64_t index, const DecoderLayer& layer, int64_t rows) {
         const int64_t width = model_.intermediate;
-        const Target residual{Then::ADD, residual_, model_.hidden};
+        const Target residual{Then::ADD, residual_, model_.hidden, nullptr, &forecast_};
         if (runs_.empty() && rows && takes_gates(layer)) {  // written as the next product takes them
             const Activations gated = room_for(*layer.down, rows, narrow_);
             multiply(*layer.gate_up, residual_, rows, layer.mlp_norm, {Then::GATE, nullptr, 0, &gated});
@@ -261,11 +263,26 @@ private:
 
     int attend_to(int64_t index, const DecoderLayer& layer) {
         if (instead_) return instead_(int(index), qkv_, call_.query_stride, mixed_) ? STOPPED_BY_HOOK : OK;
-        call_.window = layer.window;
-        call_.block_tables = tables_of(group_of(layer));
-        const AttentionPlan& plan = plan_of(layer.window ? layer.window : NO_WINDOW + group_of(layer));
-        attend(call_, plan, pages_of(layer), threads_);
+        forecast_.end();
+        attend(call_, plan_of(layer), pages_of(layer), threads_);
+        if (index < step_.last_layer && step_.num_tokens > STRIP) foresee(model_.layers[index + 1]);
         return OK;
+    }
+
+    // Has the products that follow bring what this layer will attend to.
+    void foresee(const DecoderLayer& layer) {
+        const CacheLayer cache = pages_of(layer);
+        const AttentionPlan& plan = plan_of(layer);
+        if (const int32_t kind = kind_of(layer); foreseen_ != kind) {
+            foreseen_ = kind;
+            forecast_.clear();
+            const int64_t bytes = cache.has_values() ? 2 * cache.kv_stride : cache.num_kv_heads * cache.head_stride;
+            for (const Item& item : plan.items)
+                if (!item.kv_head && (item.is_shared || call_.rows(item.seq) <= plan.few_rows))  // many rows wait for arithmetic, too
+                    for (int t = item.begin / cache.block_tokens; t * cache.block_tokens < item.end; t++)
+                        forecast_.add(call_.table(item.seq)[t] * cache.block_stride, bytes);
+        }
+        forecast_.begin(cache.base);
     }
 
     // Stores rows [token][hidden] in each token's block, using as many of the block's layers as they need.
@@ -285,16 +302,27 @@ private:
         });
     }
 
-    // The plan of `call_`, shared by all layers of a `kind`: those with this window, or, without a window, those of one
-    // group, because shared parts depend on the block tables.
-    const AttentionPlan& plan_of(int32_t kind) {
+    // Layers of a kind share a plan: those with this window, or, without a window, those of one group, because shared parts
+    // depend on the block tables.
+    int32_t kind_of(const DecoderLayer& layer) const { return layer.window ? layer.window : NO_WINDOW + group_of(layer); }
+
+    // The plan of `call_`, which becomes the layer's.
+    const AttentionPlan& plan_of(const DecoderLayer& layer) {
+        call_.window = layer.window;
+        call_.block_tables = tables_of(group_of(layer));
         for (size_t i = 0; i < num_plans_; i++)
-            if (plans_[i].first == kind) return plans_[i].second;
+            if (plans_[i].first == kind_of(layer)) return plans_[i].second;
         if (plans_.size() == num_plans_) plans_.emplace_back();
-        auto& [its_kind, plan] = plans_[num_plans_++];
-        its_kind = kind;
+        auto& [kind, plan] = plans_[num_plans_++];
+        kind = kind_of(layer);
         Planner(call_, cache_layer(0), plan).run();
         return plan;
+    }
+
+    void drop_plans() {
+        num_plans_ = 0;
+        foreseen_ = NOTHING;
+        forecast_.end();
     }
 
     // From here on the step consists only of rows whose logits are wanted: each run of adjacent ones becomes a sequence
@@ -329,7 +357,7 @@ private:
         call_.query_starts = to.query_starts.data();
         call_.context_lens = to.context_lens.data();
         call_.num_sequences = int(to.context_lens.size());
-        num_plans_ = 0;
+        drop_plans();
     }
 
     struct Narrowed {
@@ -357,13 +385,16 @@ private:
     const int32_t* tables_ = nullptr;                        // per group
     AttentionCall call_{};
     size_t num_plans_ = 0;
+    int32_t foreseen_ = NOTHING;  // the kind of layers that the forecast is of
     static thread_local std::vector<std::pair<int32_t, AttentionPlan>> plans_;  // by kind; the first `num_plans_` are valid
+    static thread_local Forecast forecast_;
     static thread_local Narrowed narrowed_;
     static thread_local Scratch turned_, narrow_;
     static thread_local std::vector<AdaptedRun> runs_;
 };
 
 inline thread_local std::vector<std::pair<int32_t, AttentionPlan>> ForwardPass::plans_;
+inline thread_local Forecast ForwardPass::forecast_;
 inline thread_local ForwardPass::Narrowed ForwardPass::narrowed_;
 inline thread_local Scratch ForwardPass::turned_, ForwardPass::narrow_;
 inline thread_local std::vector<AdaptedRun> ForwardPass::runs_;

@@ -42,18 +42,32 @@ inline void prefetch_panel(const char* at) {
     for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + AHEAD + v * W * 4, 0, NEAR);
 }
 
-// Cache lines of weights needed later, prefetched one at a time while others are multiplied: a loop that waits for its
-// own weights leaves the memory idle once it has them.
-struct Ahead {
-    const char* at;
-    int lines;  // negative: the panel's own lines, as it is read for the only time
+// What a loop prefetches for every STEPS of its steps. A panel that is read only once: its own next lines.
+struct OwnLines {
+    static constexpr int STEPS = 1;
+    void bring(const char* panel) const { prefetch_panel(panel); }
+};
 
-    void bring(const char* panel) {
-        if (lines < 0) return prefetch_panel(panel);
-        if (lines == 0) return;
-        __builtin_prefetch(at, 0, SECOND_CACHE);
-        at += 64;
-        lines--;
+// For a panel that several strips read: a loop that waits for its own weights leaves the memory idle once it has them. All
+// loops have a multiple of PACE steps.
+struct OtherLines {
+    static constexpr int STEPS = PACE;
+    const char* weights;
+    int num_weights;
+    const char* forecast = nullptr;
+    int num_forecast = 0;
+
+    void bring(const char*) {
+        bring(weights, num_weights);
+        bring(forecast, num_forecast);
+    }
+
+private:
+    static void bring(const char*& from, int& lines) {
+        if (lines <= 0) return;
+#pragma GCC unroll 8
+        for (int i = 0; i < PACE; i++, from += 64) __builtin_prefetch(from, 0, SECOND_CACHE);
+        lines -= PACE;
     }
 };
 
@@ -73,19 +87,20 @@ template <WeightKind KIND> inline void widen(const char* group, int g, vf* out) 
 }
 
 // sums[row][PANEL] += strip[k][row] * panel[k][PANEL] over `deep` of k.
-template <WeightKind KIND, int ROWS>
-void multiply(const void* strip, const char* panel, int deep, void* sums, bool fresh, Ahead ahead) {
+template <WeightKind KIND, int ROWS, class Lines>
+void multiply(const void* strip, const char* panel, int deep, void* sums, bool fresh, Lines lines) {
     const float* x = (const float*)strip;
     Sums<ROWS> acc;
     acc.start((const float*)sums, fresh);
-    for (int k = 0; k < deep; k += GROUP<KIND>, panel += PANEL * 4) {
-        ahead.bring(panel);
+    for (int k = 0; k < deep; k += Lines::STEPS * GROUP<KIND>) {
+        lines.bring(panel);
+        for (int step = 0; step < Lines::STEPS; step++, panel += PANEL * 4)
 #pragma GCC unroll 4
-        for (int g = 0; g < GROUP<KIND>; g++, x += ROWS) {
-            vf weights[PANEL_VECS];
-            widen<KIND>(panel, g, weights);
-            acc.add(weights, x);
-        }
+            for (int g = 0; g < GROUP<KIND>; g++, x += ROWS) {
+                vf weights[PANEL_VECS];
+                widen<KIND>(panel, g, weights);
+                acc.add(weights, x);
+            }
     }
     acc.finish((float*)sums);
 }
@@ -103,8 +118,8 @@ template <WeightKind KIND> void widen_part(const char* panel, int deep, float* o
 }
 
 // As `multiply`, for activations as narrow as the weights, in units of 4 bytes.
-template <WeightKind KIND, int ROWS>
-void multiply_units(const void* strip, const char* panel, int deep, void* sums, bool fresh, Ahead ahead) {
+template <WeightKind KIND, int ROWS, class Lines>
+void multiply_units(const void* strip, const char* panel, int deep, void* sums, bool fresh, Lines lines) {
     using Sum = std::conditional_t<KIND == BF16S, vf, vi>;
     const uint32_t* x = (const uint32_t*)strip;
     char* to = (char*)sums;
@@ -113,13 +128,15 @@ void multiply_units(const void* strip, const char* panel, int deep, void* sums, 
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
         for (int v = 0; v < PANEL_VECS; v++) acc[r][v] = fresh ? Sum{} : load_as<Sum>(to + (r * PANEL + v * W) * 4);
-    for (int k = 0; k < deep; k += G<KIND>, panel += PANEL * 4, x += ROWS) {
-        ahead.bring(panel);
-        const vi weights[PANEL_VECS] = {load_as<vi>(panel), load_as<vi>(panel + W * 4)};
+    for (int k = 0; k < deep; k += Lines::STEPS * G<KIND>) {
+        lines.bring(panel);
+        for (int step = 0; step < Lines::STEPS; step++, panel += PANEL * 4, x += ROWS) {
+            const vi weights[PANEL_VECS] = {load_as<vi>(panel), load_as<vi>(panel + W * 4)};
 #pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++)
+            for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-            for (int v = 0; v < PANEL_VECS; v++) acc[r][v] = add_products(acc[r][v], x[r], weights[v]);
+                for (int v = 0; v < PANEL_VECS; v++) acc[r][v] = add_products(acc[r][v], x[r], weights[v]);
+        }
     }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++)
@@ -127,16 +144,21 @@ void multiply_units(const void* strip, const char* panel, int deep, void* sums, 
         for (int v = 0; v < PANEL_VECS; v++) std::memcpy(to + (r * PANEL + v * W) * 4, &acc[r][v], sizeof(Sum));
 }
 
-// The inner loops for strips of one height, by WeightKind.
-using Multiply = void (*)(const void*, const char*, int, void*, bool, Ahead);
+// The inner loops for strips of FIRST and more rows, by WeightKind.
+template <class Lines> using Multiply = void (*)(const void*, const char*, int, void*, bool, Lines);
 
-template <size_t... I> constexpr auto strip_loops(std::index_sequence<I...>) {
-    return std::array<std::array<Multiply, 5>, STRIP>{std::array<Multiply, 5>{
-        multiply<FLOATS, int(I) + 1>, MULTIPLIES_BF16 ? multiply_units<BF16S, int(I) + 1> : multiply<BF16S, int(I) + 1>,
-        multiply<CODES, int(I) + 1>, multiply_units<BOTH_CODES, int(I) + 1>, multiply_units<BOTH_CODES, int(I) + 1>}...};
+template <class Lines, int FIRST, size_t... I> constexpr auto strip_loops(std::index_sequence<I...>) {
+    using Row = std::array<Multiply<Lines>, 5>;
+    return std::array<Row, sizeof...(I)>{
+        Row{multiply<FLOATS, int(I) + FIRST, Lines>,
+            MULTIPLIES_BF16 ? multiply_units<BF16S, int(I) + FIRST, Lines> : multiply<BF16S, int(I) + FIRST, Lines>,
+            multiply<CODES, int(I) + FIRST, Lines>, multiply_units<BOTH_CODES, int(I) + FIRST, Lines>,
+            multiply_units<BOTH_CODES, int(I) + FIRST, Lines>}...};
 }
 
-constexpr auto MULTIPLY = strip_loops(std::make_index_sequence<STRIP>());
+constexpr int LOW = STRIP / 2;  // rows of the lowest strip where there are several: they are of nearly equal height
+constexpr auto MULTIPLY_ONE = strip_loops<OwnLines, 1>(std::make_index_sequence<STRIP>());
+constexpr auto MULTIPLY_SOME = strip_loops<OtherLines, LOW>(std::make_index_sequence<STRIP - LOW + 1>());
 
 // ---- a product --------------------------------------------------------------------------------------------------------
 
@@ -254,11 +276,47 @@ void deliver(const PackedLinear& layer, const Activations& x, const Target& targ
     with_then(target.then, [&](auto then) { Delivery<KIND, then>(layer, x, target, index).put(sums, first, rows); });
 }
 
-// sums[row][PANEL] for the rows of some strips, in vectors; for each plane of a strip.
+// sums[row][PANEL] for the rows of one strip, in vectors; for each plane of it.
+template <WeightKind KIND> void sum_strip(const PackedLinear& layer, const char* panel, const char* strip, int height, float* sums) {
+    if constexpr (KIND == FLOATS || KIND == BF16S)
+        if (layer.code_bits) {
+            const auto& loops = layer.code_bits == 4 ? MULTIPLY_CODES<KIND, 4> : MULTIPLY_CODES<KIND, 8>;
+            return loops[height - 1](layer, panel, strip, sums);
+        }
+    MULTIPLY_ONE[height - 1][KIND](strip, panel, int(layer.padded()), sums, true, {});
+}
+
+// The same for several strips, part by part of the panel.
+template <WeightKind KIND>
+void sum_strips(const PackedLinear& layer, int64_t index, const Activations& x, int64_t from_strip, int64_t to_strip, float* sums,
+                float* near, Forecast* forecast) {
+    constexpr int SIZE = sizeof(Held<KIND>);
+    const char* panel = layer.panel(index);
+    const int64_t inputs = layer.padded(), count = to_strip - from_strip, size = x.unit ? SIZE : 4;
+    const bool is_coded = layer.code_bits, is_widened = SIZE < 4 && !x.unit;
+    for (int64_t k = 0; k < inputs; k += DEEP) {
+        const int deep = int(std::min<int64_t>(DEEP, inputs - k)), bytes = deep * PANEL * SIZE;
+        const char *part = panel + k * PANEL * SIZE, *next = part + bytes;
+        const int lines = is_coded ? 0 : int((bytes / 64 + count - 1) / count);
+        if (is_coded)
+            unpack_part(layer, index, k, k + deep, x.unit, near);
+        else if (is_widened)
+            widen_part<KIND>(part, deep, near);
+        if (is_coded || is_widened) part = (const char*)near;
+        float* to = sums;
+        for (int64_t strip = from_strip; strip < to_strip; strip++, next += lines * 64) {
+            const int height = x.strips.height(strip) * x.planes;
+            OtherLines others{next, lines};
+            if (forecast) others.forecast = forecast->take(others.num_forecast);
+            MULTIPLY_SOME[height - LOW][is_widened ? FLOATS : KIND](x.strip(strip) + k * height * size, part, deep, to, k == 0, others);
+            to += height * PANEL;
+        }
+    }
+}
+
 template <WeightKind KIND>
 void sum_in_vectors(const PackedLinear& layer, int64_t index, const Activations& x, int64_t from_strip, int64_t to_strip, float* sums,
-                    float* near) {
-    constexpr int SIZE = sizeof(Held<KIND>);
+                    float* near, Forecast* forecast) {
     const char* panel = layer.panel(index);
     if constexpr (KIND == GROUPED_CODES) {
         const auto& loops = layer.code_bits == 4 ? MULTIPLY_GROUPS<4> : MULTIPLY_GROUPS<8>;
@@ -267,36 +325,10 @@ void sum_in_vectors(const PackedLinear& layer, int64_t index, const Activations&
             loops[height - 1](layer, panel, x.strip(strip), sums);
             sums += height * PANEL;
         }
-        return;
-    }
-    const int64_t inputs = layer.padded(), count = to_strip - from_strip;
-    const bool is_single = count == 1, is_coded = layer.code_bits;
-    if constexpr (KIND == FLOATS || KIND == BF16S)
-        if (is_single && is_coded) {
-            const auto& loops = layer.code_bits == 4 ? MULTIPLY_CODES<KIND, 4> : MULTIPLY_CODES<KIND, 8>;
-            return loops[x.strips.height(from_strip) - 1](layer, panel, x.strip(from_strip), sums);
-        }
-    const bool is_widened = SIZE < 4 && !x.unit && !is_single;
-    const int64_t step = is_single ? inputs : DEEP, size = x.unit ? SIZE : 4;
-    for (int64_t k = 0; k < inputs; k += step) {
-        const int deep = int(std::min(step, inputs - k));
-        const char* part = panel + k * PANEL * SIZE;
-        Ahead ahead{part + deep * PANEL * SIZE, is_single ? -1 : int((deep * PANEL * SIZE / 64 + count - 1) / count)};
-        if (is_coded) {
-            unpack_part(layer, index, k, k + deep, x.unit, near);
-            ahead.lines = 0;
-        } else if (is_widened) {
-            widen_part<KIND>(part, deep, near);
-        }
-        if (is_coded || is_widened) part = (const char*)near;
-        float* to = sums;
-        for (int64_t strip = from_strip; strip < to_strip; strip++) {
-            const int height = x.strips.height(strip) * x.planes;
-            const char* at = x.strip(strip) + k * height * size;
-            MULTIPLY[height - 1][is_widened ? FLOATS : KIND](at, part, deep, to, k == 0, ahead);
-            to += height * PANEL;
-            ahead.at += ahead.lines * 64;
-        }
+    } else if (to_strip - from_strip == 1) {
+        sum_strip<KIND>(layer, panel, x.strip(from_strip), x.strips.height(from_strip) * x.planes, sums);
+    } else {
+        sum_strips<KIND>(layer, index, x, from_strip, to_strip, sums, near, forecast);
     }
 }
 
@@ -363,7 +395,7 @@ void product_in_vectors(const PackedLinear& layer, const Activations& x, const T
     const int64_t first = x.strips.first(from_strip), rows = x.strips.first(to_strip) - first;
     scratch.start(rows * x.planes * PANEL + DEEP * PANEL + 64);
     float *sums = scratch.take(rows * x.planes * PANEL), *near = scratch.take(DEEP * PANEL);
-    sum_in_vectors<KIND>(layer, index, x, from_strip, to_strip, sums, near);
+    sum_in_vectors<KIND>(layer, index, x, from_strip, to_strip, sums, near, target.forecast);
     if constexpr (KIND == WIDE_CODES) {
         vi middles[PANEL_VECS];
         for (int v = 0; v < PANEL_VECS; v++) middles[v] = load_as<vi>(layer.sums + index * PANEL + v * W) * 128;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "activations.h"
+#include "forecast.h"
 
 namespace mooncake {
 
@@ -27,6 +28,7 @@ struct Target {
     float* to;
     int64_t stride;
     const Activations* next = nullptr;  // GATE: results go here instead, as the next product takes them
+    Forecast* forecast = nullptr;       // to be brought meanwhile
 };
 
 // Prefetches what each thread reads first, while activations are prepared.
