@@ -1,8 +1,8 @@
 """``python -m conductor --config FILE``: one conductor process."""
 
 from conductor.node import ConductorNode
-from mooncake.app.directory import open_directory
-from mooncake.app.role_main import run_role
+from mooncake.app.cluster.directory import open_directory
+from mooncake.app.cluster.role_main import run_role
 from mooncake.config import Config
 
 

@@ -22,8 +22,8 @@ import sys
 from pathlib import Path
 
 from mooncake.app.cli import exit_code
-from mooncake.app.role_main import run_async
-from mooncake.app.serve import serve_on_ray
+from mooncake.app.cluster.role_main import run_async
+from mooncake.app.cluster.serve import serve_on_ray
 from mooncake.config import load_config
 from mooncake.errors import MooncakeError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.node import StoreNode
 from mooncake.alike import block_settings
-from mooncake.app.role_main import run_role
+from mooncake.app.cluster.role_main import run_role
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config
 

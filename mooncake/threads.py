@@ -11,7 +11,7 @@ from mooncake.errors import NodeUnavailable
 
 class Expendable(threading.Thread):
     """One whose unexpected end costs nothing but what it was doing. The end of any other is the process's (see
-    ``mooncake.app.last_resort``)."""
+    ``mooncake.app.cluster.last_resort``)."""
 
 
 class Threads(ThreadPoolExecutor):

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from mooncake.app.local import LocalCluster
+    from mooncake.app.cluster.local import LocalCluster
     from mooncake.rpc.server import RpcServer
 
 SLOW_TESTS_UNTIL = float(os.environ.get("SLOW_TESTS_UNTIL", "inf"))

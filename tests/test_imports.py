@@ -64,7 +64,7 @@ HEAVY: dict[str, set[str]] = {
     "torch": COMPUTE | BENCHES | {"mooncake.llm", "prefill_node", "decode_node"},
     "transformers": {"mooncake.app.bench.peers"},
     "triton": {"mooncake.kernels"},
-    "ray": {"mooncake.app.ray_cluster", "mooncake.app.ray_head", "mooncake.app.ray_node"},
+    "ray": {"mooncake.app.cluster.ray_cluster", "mooncake.app.cluster.ray_head", "mooncake.app.cluster.ray_node"},
     "matplotlib": {"mooncake.app.plots"},
     "typer": {"mooncake.app"},
     "rich": {"mooncake.app", "mooncake.llm"},
@@ -148,7 +148,8 @@ def test_the_diagram_has_no_room_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["conductor.node", "kvstore.node", "mooncake.app.cli", "mooncake.app.local", "mooncake.client", "mooncake"]
+    "name",
+    ["conductor.node", "kvstore.node", "mooncake.app.cli", "mooncake.app.cluster.local", "mooncake.client", "mooncake"],
 )
 def test_light_parts_start_without_heavy_libraries(name: str) -> None:
     program = (

@@ -201,8 +201,8 @@ def replay(
 ) -> None:
     """Play a recorded trace against a running cluster. The report is what its clients would see."""
     from mooncake.app.latency import SLO
-    from mooncake.app.replay import ReplayOptions
-    from mooncake.app.replay_command import ReplayOutput, replay_trace
+    from mooncake.app.traces.replay import ReplayOptions
+    from mooncake.app.traces.replay_command import ReplayOutput, replay_trace
 
     options = ReplayOptions(
         tokens_per_block, speed, jitter_ms, seed, concurrency, timeout_s, SLO(ttft_slo_ms, tbt_slo_ms)
@@ -242,7 +242,7 @@ def run_batch(
 @app.command(context_settings=_PASS_FLAGS_ON)
 def calibrate(context: typer.Context) -> None:
     """Measure how long a model's steps take on this machine."""
-    from mooncake.app.calibrate import main as measure
+    from mooncake.app.sim.calibrate import main as measure
 
     measure(context.args)
 
@@ -304,7 +304,7 @@ def profile_variants(
 @app.command(context_settings=_PASS_FLAGS_ON)
 def validate(context: typer.Context) -> None:
     """Play a trace live and in the simulator, and compare."""
-    from mooncake.app.validate import main as compare
+    from mooncake.app.sim.validate import main as compare
 
     compare(context.args)
 
@@ -312,8 +312,8 @@ def validate(context: typer.Context) -> None:
 @app.command()
 def demo(config: ConfigFile = None, overrides: Overrides = None) -> None:
     """Start a cluster, ask it twice, and replay a small trace."""
+    from mooncake.app.cluster.role_main import run_async
     from mooncake.app.demo import demo as show_demo
-    from mooncake.app.role_main import run_async
 
     any_ports = ["conductor.http_port=0", "conductor.grpc_port=0"]  # another cluster may be running
     run_async(show_demo(load(config, [*any_ports, *(overrides or [])], {})))

@@ -146,8 +146,8 @@ def serve(
     log_level = log_level.upper()
     if log_level not in LOG_LEVELS:
         raise ConfigError(f"--log-level must be DEBUG, INFO, WARNING or ERROR, got {log_level!r}")
-    from mooncake.app.role_main import run_async
-    from mooncake.app.serve import serve as serve_here
-    from mooncake.app.serve import serve_on_ray
+    from mooncake.app.cluster.role_main import run_async
+    from mooncake.app.cluster.serve import serve as serve_here
+    from mooncake.app.cluster.serve import serve_on_ray
 
     run_async(serve_on_ray(settings, log_level) if ray else serve_here(settings, restart, log_level))

@@ -42,7 +42,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 def _preset(context: typer.Context, name: str) -> str:
     """``help`` lists the presets and exits, even if required arguments are missing."""
     if name == "help" and not context.resilient_parsing:  # set during shell completion
-        from mooncake.app.simulate import list_presets
+        from mooncake.app.sim.simulate import list_presets
 
         list_presets()
         raise typer.Exit
@@ -84,7 +84,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Play a recorded trace on a described cluster in virtual time. The real conductor decides."""
-    from mooncake.app import simulate as command
+    from mooncake.app.sim import simulate as command
     from mooncake.app.sim.simulation import Run
 
     chosen = command.choose_cluster(preset, cluster)
@@ -114,9 +114,9 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Simulate a trace once per value of one parameter."""
+    from mooncake.app.sim.simulate import choose_cluster, load_scaled
     from mooncake.app.sim.simulation import Run
-    from mooncake.app.simulate import choose_cluster, load_scaled
-    from mooncake.app.simulate_sweep import sweep as run_all
+    from mooncake.app.sim.sweep import sweep as run_all
 
     chosen = choose_cluster(preset, cluster)
     setting = chosen, Run(seed, speed, max_output=max_output, tokens_per_block=tokens_per_block)
@@ -136,7 +136,7 @@ def reproduce(
     ] = None,
 ) -> None:
     """Run the paper's experiments in virtual time. One table compares them with the published figures."""
-    from mooncake.app.simulate_reproduce import reproduce as run_experiments
+    from mooncake.app.reproduction.reproduce import reproduce as run_experiments
 
     run_experiments(traces, target, only or [])
 
@@ -184,9 +184,9 @@ def cache_lab(
     as_json: AsJson = False,
 ) -> None:
     """Compute the hit rate by capacity of every eviction policy."""
-    from mooncake.app.cache_lab import CAPACITIES, LAB_POLICIES, Rules
-    from mooncake.app.cache_lab_command import LabOptions, write_report
-    from mooncake.app.cache_lab_command import cache_lab as compare
+    from mooncake.app.traces.cache_lab import CAPACITIES, LAB_POLICIES, Rules
+    from mooncake.app.traces.cache_lab_command import LabOptions, write_report
+    from mooncake.app.traces.cache_lab_command import cache_lab as compare
 
     if rules not in tuple(Rules):
         raise ConfigError(f"--rules must be one of {', '.join(Rules)}, got {rules!r}")
@@ -225,7 +225,7 @@ def trace_scale(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the time at which each copy begins.")] = 0,
 ) -> None:
     """Write the same trace with more requests, or faster."""
-    from mooncake.app.trace_tools import scale_trace
+    from mooncake.app.traces.files import scale_trace
 
     scale_trace(trace, target, requests, speed, seed)
 
@@ -240,6 +240,6 @@ def trace_generate(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same trace.")] = 0,
 ) -> None:
     """Write a synthetic trace. It has the lengths, arrivals and prefix reuse measured on a published one."""
-    from mooncake.app.trace_tools import generate_trace
+    from mooncake.app.traces.files import generate_trace
 
     generate_trace(shape, target, requests, seed)

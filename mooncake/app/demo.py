@@ -12,12 +12,12 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from mooncake.app.cluster.local import LocalCluster
+from mooncake.app.cluster.role_main import unless_stopped
 from mooncake.app.console import duration, err, gigabytes, out, plain_table, tokens_per_s
-from mooncake.app.local import LocalCluster
-from mooncake.app.replay import Replay, ReplayOptions
-from mooncake.app.replay_command import Meter, print_report
-from mooncake.app.role_main import unless_stopped
 from mooncake.app.talk import Conversation, TalkOptions
+from mooncake.app.traces.replay import Replay, ReplayOptions
+from mooncake.app.traces.replay_command import Meter, print_report
 from mooncake.client import Client, GenerateChunk
 from mooncake.config import Config
 from mooncake.sampling_params import SamplingParams

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult
 from mooncake.app.outputs import writing
-from mooncake.app.replay import ReplayReport
 from mooncake.app.sim.charts import short
+from mooncake.app.traces.replay import ReplayReport
 
 if TYPE_CHECKING:
     import numpy as np

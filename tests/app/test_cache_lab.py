@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mooncake.app.cache_lab import LAB_POLICIES, Lab, Rates, Rules
-from mooncake.app.cache_lab_command import TITLES
-from mooncake.app.cache_lab_report import Cell, cells, markdown
 from mooncake.app.cli import app
+from mooncake.app.traces.cache_lab import LAB_POLICIES, Lab, Rates, Rules
+from mooncake.app.traces.cache_lab_command import TITLES
+from mooncake.app.traces.cache_lab_report import Cell, cells, markdown
 from mooncake.errors import ConfigError
 from mooncake.trace import TraceRequest, expected_hits, load_trace
 

@@ -24,7 +24,7 @@ import pytest
 from certificates import make_certificate
 from commands import run
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.run_batch import BatchRequest, BatchServer
 from mooncake.client import Client
 from mooncake.config import load_config

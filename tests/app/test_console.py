@@ -11,8 +11,8 @@ from mooncake.app.bench import report as bench_report
 from mooncake.app.bench.report import progress, tell
 from mooncake.app.console import amount, answer_line, duration, plain_table
 from mooncake.app.latency import HitRates, Outcome, RequestResult, summarize
-from mooncake.app.replay import Replay, ReplayOptions, ReplayReport
-from mooncake.app.replay_command import print_report
+from mooncake.app.traces.replay import Replay, ReplayOptions, ReplayReport
+from mooncake.app.traces.replay_command import print_report
 from mooncake.client import RequestTimings
 from mooncake.trace import TraceRequest
 from mooncake.types import PrefillReport, Usage

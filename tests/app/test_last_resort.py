@@ -12,7 +12,7 @@ TIMEOUT_S = 2.0
 LOOP = textwrap.dedent(
     f"""
     import asyncio, sys, time
-    from mooncake.app.last_resort import LoopWatch
+    from mooncake.app.cluster.last_resort import LoopWatch
 
     async def main():
         LoopWatch(asyncio.get_running_loop(), {TIMEOUT_S})

@@ -16,8 +16,8 @@ import pytest
 from descriptors import no_file_descriptors
 from live import small_config
 
-from mooncake.app.local import LocalCluster
-from mooncake.app.preflight import available_cores
+from mooncake.app.cluster.local import LocalCluster
+from mooncake.app.cluster.preflight import available_cores
 from mooncake.client import Client
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, ModelError, NodeUnavailable

@@ -14,8 +14,8 @@ import pytest
 from quantised import int8, write_quantised
 from tiny_model import write_tiny_model
 
-from mooncake.app import preflight
-from mooncake.app.preflight import (
+from mooncake.app.cluster import preflight
+from mooncake.app.cluster.preflight import (
     available_cores,
     check_choices,
     check_memory,
@@ -222,7 +222,7 @@ def test_the_ranks_of_a_node_count_as_its_threads_and_processes() -> None:
 def test_a_process_stays_on_the_cores_it_was_given() -> None:
     core = min(os.sched_getaffinity(0))
     program = (
-        "import os\nfrom mooncake.app.role_main import pin_to\n"
+        "import os\nfrom mooncake.app.cluster.role_main import pin_to\n"
         f"pin_to(({core},))\nprint(sorted(os.sched_getaffinity(0)))\npin_to((9999,))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 from live import SMALL, children_of, command_of, small_config
 
-from mooncake.app.preflight import free_port
-from mooncake.app.ray_cluster import RayCluster, needs_of, wait_at_most
-from mooncake.app.ray_head import PRIVATE_ENV, PrivateRay, check_answers, is_loopback
+from mooncake.app.cluster.preflight import free_port
+from mooncake.app.cluster.ray_cluster import RayCluster, needs_of, wait_at_most
+from mooncake.app.cluster.ray_head import PRIVATE_ENV, PrivateRay, check_answers, is_loopback
 from mooncake.client import Client, GenerateResult
 from mooncake.errors import ConfigError, NodeUnavailable
 from mooncake.sampling_params import SamplingParams

@@ -18,7 +18,7 @@ import pytest
 ROLE = textwrap.dedent(
     """
     import asyncio, atexit, subprocess, threading
-    from mooncake.app.role_main import run_role
+    from mooncake.app.cluster.role_main import run_role
     from mooncake.errors import ModelError, NodeUnavailable, StaleEpoch
     from mooncake.rpc.server import CleanUps
     from mooncake.threads import Expendable
@@ -129,7 +129,7 @@ def test_a_signal_stops_a_node_cleanly() -> None:
             process.send_signal(number)
             out, err = process.communicate(timeout=20)
             assert (process.returncode, out) == (0, "off\n")
-            assert "INFO    lamp-7 mooncake.app.role_main: lamp serves on nowhere:0\n" in err
+            assert "INFO    lamp-7 mooncake.app.cluster.role_main: lamp serves on nowhere:0\n" in err
 
 
 def test_a_signal_while_starting_stops_what_was_started() -> None:

@@ -14,7 +14,7 @@ from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
 from conductor.node import ConductorNode, model_facts
-from mooncake.app.directory import open_directory
+from mooncake.app.cluster.directory import open_directory
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.errors import ConfigError

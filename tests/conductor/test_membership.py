@@ -151,7 +151,7 @@ async def test_a_heartbeat_that_arrives_after_its_sender_has_changed_its_role_do
 
 ACTOR = """
 import sys, time, msgspec
-from mooncake.app.ray_node import RayNode
+from mooncake.app.cluster.ray_node import RayNode
 from mooncake.config import load_config
 actor = RayNode("store", msgspec.json.encode(load_config(None, sys.argv[2::2])), "WARNING")
 time.sleep(60)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from mooncake.app.role_main import run_async
+from mooncake.app.cluster.role_main import run_async
 from mooncake.rpc.server import Channels
 from mooncake.rpc.wakeups import all_wakeups_read
 

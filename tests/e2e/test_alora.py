@@ -20,7 +20,7 @@ from tiny_model import write_tiny_model
 
 from conductor.node import model_facts
 from mooncake.adapters import open_adapter
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config
 from mooncake.hashing import Chain

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from drive import ask, ask_all, status, wait_idle
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.config import load_config
 
 SETTINGS = [

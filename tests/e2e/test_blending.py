@@ -14,7 +14,7 @@ from reference import check_greedy
 from store_alone import connect_store
 
 from conductor.node import model_facts
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.hashing import chain_seed, chunk_seed, extend_chain

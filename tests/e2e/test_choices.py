@@ -13,7 +13,7 @@ import pytest_asyncio
 from drive import ask, status, wait_idle
 
 from mooncake import LLM, BeamSearchParams, SamplingParams
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
 from mooncake.sampling import Guide, GuideKind
 

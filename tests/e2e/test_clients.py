@@ -11,7 +11,7 @@ import jinja2
 import openai
 import pytest
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.client import Client
 from mooncake.sampling_params import SamplingParams
 

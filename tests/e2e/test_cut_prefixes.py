@@ -18,7 +18,7 @@ from store_alone import connect_store
 
 from conductor.node import model_facts
 from kvstore.client.store_client import StoreClient
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config
 from mooncake.hashing import chain_seed, extend_chain

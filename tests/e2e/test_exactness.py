@@ -16,7 +16,7 @@ import pytest_asyncio
 from drive import Answer, ask, ask_all
 from reference import Verdict, check_greedy, prompts
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.config import load_config
 
 NEW_TOKENS = 64

@@ -29,7 +29,7 @@ from tiny_hybrid import write_hybrid
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake import LLM, SamplingParams
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc
 
 # Triton is not imported here: on import it chooses interpreter or compiler.

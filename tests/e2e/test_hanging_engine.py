@@ -16,7 +16,7 @@ from drive import ask, status, wait_idle
 from live import command_of, small_config, stages_of
 from tiny_model import write_tiny_model
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.contract import NO_HOOK, CausalModel, StepOutput

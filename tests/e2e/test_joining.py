@@ -18,7 +18,7 @@ from tiny_model import tiny_model, write_tiny_model
 from decode_node.node import DecodeNode
 from kvstore.__main__ import build as build_store
 from kvstore.transfer.engine import TransferEngine
-from mooncake.app.role_main import Node
+from mooncake.app.cluster.role_main import Node
 from mooncake.config import Config
 from mooncake.errors import ConfigError
 from prefill_node.node import PrefillNode

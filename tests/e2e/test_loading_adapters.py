@@ -26,7 +26,7 @@ from live import running_cluster, small_config
 from tiny_lora import write_adapter
 from tiny_model import tiny_model, write_tiny_model
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 
 NEW = 12
 PROMPT = np.random.default_rng(5).integers(3, 320, 41).tolist()

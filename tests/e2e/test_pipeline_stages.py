@@ -14,7 +14,7 @@ from drive import ask, ask_all, computing_node, status, wait_idle
 from live import small_config, stages_of
 from reference import check_greedy
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config
 from mooncake.errors import ConfigError

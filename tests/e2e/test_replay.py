@@ -10,9 +10,9 @@ import grpc
 import pytest
 from drive import status, wait_idle
 
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.latency import Outcome
-from mooncake.app.local import LocalCluster
-from mooncake.app.replay import Replay, ReplayOptions, ReplayReport
+from mooncake.app.traces.replay import Replay, ReplayOptions, ReplayReport
 from mooncake.config import load_config
 from mooncake.trace import TraceRequest, load_trace, scale
 

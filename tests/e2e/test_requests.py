@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from drive import ask, ask_all, computing_node, status, wait_idle, wait_running
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.config import load_config
 from mooncake.errors import MooncakeError
 from mooncake.rpc import common_pb2, inference_pb2, inference_pb2_grpc

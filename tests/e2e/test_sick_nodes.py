@@ -14,7 +14,7 @@ import pytest
 from drive import ask, ask_all, status, wait_idle
 from tiny_model import write_tiny_model
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.config import load_config
 
 SETTINGS = [

@@ -18,7 +18,7 @@ from live import command_of, running_cluster, small_config, workers_of
 from tiny_mixtures import WIDE
 from tiny_model import LATENT, write_tiny_model
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config
 

@@ -20,7 +20,7 @@ from tiny_model import tiny_model, tiny_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.repetition import Repetitions
 from mooncake.sampling import RepetitionDetection
 

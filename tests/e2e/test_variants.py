@@ -15,7 +15,7 @@ from live import small_config
 from reference import check_greedy
 from store_alone import connect_store
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.hashing import chain_seed, extend_chain, kv_fingerprint
 from mooncake.variants import Profile, write_profile

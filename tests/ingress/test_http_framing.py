@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.ingress.event_stream import EventStream
 from conductor.ingress.http_server import TELL_EVERY_S, ConnectionLimits, HttpServer, OneOfAKind
-from mooncake.app.role_main import run_async
+from mooncake.app.cluster.role_main import run_async
 from mooncake.errors import NodeUnavailable
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
 

@@ -204,7 +204,7 @@ def test_what_a_machine_without_packages_gets_is_all_that_the_benchmark_imports(
             IMPORT,
             *modules,
             "mooncake.app.bench.gpu_handoff",
-            "mooncake.app.local",
+            "mooncake.app.cluster.local",
             "conductor.node",
         ],
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(bench_gpu.ROOT)},

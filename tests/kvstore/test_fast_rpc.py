@@ -21,7 +21,7 @@ from kvstore.client.types import Reservation
 from kvstore.fast_rpc import MAX_CALLS, MAX_FRAMES, FastRpc, FastRpcServer
 from kvstore.node import StoreNode
 from kvstore.transfer.sockets import bound_to
-from mooncake.app.role_main import run_async
+from mooncake.app.cluster.role_main import run_async
 from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, NodeUnavailable, OutOfBlocks, Overloaded
 from mooncake.rpc import store_pb2, store_pb2_grpc

@@ -404,7 +404,7 @@ def test_an_ssd_of_many_segments_is_refused_where_so_many_files_cannot_be_open(
     settings = ["store.dram_gb=0.05", f'store.ssd_path="{tmp_path}"', "store.ssd_gb=16"]  # 238 segments
     arguments = [part for setting in settings for part in ("--set", setting)]
     program = (
-        "import resource\nfrom kvstore.__main__ import build\nfrom mooncake.app.role_main import run_role\n"
+        "import resource\nfrom kvstore.__main__ import build\nfrom mooncake.app.cluster.role_main import run_role\n"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))\nrun_role('store', build)"
     )
     command = [

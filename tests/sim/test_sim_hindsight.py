@@ -3,17 +3,17 @@
 import numpy as np
 import pytest
 
-from mooncake.app.sim.cluster import Cluster, load_preset
-from mooncake.app.sim.hindsight import (
+from mooncake.app.reproduction.hindsight import (
     RetryProbe,
     estimated_with_hindsight,
     false_rejections,
     keep_placements,
     retry_time_errors,
 )
+from mooncake.app.sim.cluster import Cluster, load_preset
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.trace_shapes import generate
+from mooncake.app.traces.shapes import generate
 from mooncake.trace import TraceRequest
 
 LATER = TraceRequest(90_000.0, 600, 2, (10**6,))

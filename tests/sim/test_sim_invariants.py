@@ -14,7 +14,7 @@ from mooncake.app.sim.cluster import Cluster, Ssd, load_preset
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Fault, Run, Simulation
 from mooncake.app.sim.summary import summarize, to_json
-from mooncake.app.trace_shapes import generate
+from mooncake.app.traces.shapes import generate
 from mooncake.trace import TraceRequest
 
 MACHINES = ("prefill-0", "prefill-1", "prefill-2", "decode-0", "decode-1")

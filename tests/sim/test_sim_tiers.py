@@ -14,7 +14,7 @@ from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import summarize, to_json
 from mooncake.app.sim.tiered import TieredCache
-from mooncake.app.trace_shapes import generate
+from mooncake.app.traces.shapes import generate
 from mooncake.errors import ConfigError
 from mooncake.types import BlockEvent, BlockKey, Tier
 

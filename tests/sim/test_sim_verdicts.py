@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from mooncake.app.sim import verdicts
-from mooncake.app.sim.findings import Finding, Row, Verdict
-from mooncake.app.simulate_reproduce import ALL, load
+from mooncake.app.reproduction import verdicts
+from mooncake.app.reproduction.findings import Finding, Row, Verdict
+from mooncake.app.reproduction.reproduce import ALL, load
 
 SAVED = {finding.name: finding for finding in load(Path(__file__).parents[2] / "deploy" / "reproduction")}
 RULES: dict[str, Callable[[Sequence[Row]], Verdict]] = {

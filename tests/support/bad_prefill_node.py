@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mooncake.engine_node
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import Request, Transfer, WriteRange
-from mooncake.app.role_main import run_role
+from mooncake.app.cluster.role_main import run_role
 from prefill_node.node import PrefillNode
 
 

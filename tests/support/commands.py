@@ -11,13 +11,12 @@ from functools import cache
 
 from fork_server import ForkServer
 
-IMPORTED = ("mooncake.app.serve", "mooncake.app.talk", "mooncake.app.replay_command", "mooncake.app.run_batch")
-IMPORTED += ("mooncake.app.simulate", "mooncake.app.key_scales", "mooncake.app.cli")
+IMPORTED = ("cli", "cluster.serve", "key_scales", "run_batch", "sim.simulate", "talk", "traces.replay_command")
 
 
 @cache
 def _server() -> ForkServer:
-    server = ForkServer(*IMPORTED)
+    server = ForkServer(*(f"mooncake.app.{name}" for name in IMPORTED))
     atexit.register(server.close)
     return server
 

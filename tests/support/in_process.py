@@ -12,8 +12,8 @@ import grpc
 from drive import status
 
 from conductor.node import ConductorNode
-from mooncake.app.directory import open_directory
-from mooncake.app.role_main import Node
+from mooncake.app.cluster.directory import open_directory
+from mooncake.app.cluster.role_main import Node
 from mooncake.config import Config, load_config
 from mooncake.engine_node import EngineNode
 

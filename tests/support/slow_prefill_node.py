@@ -13,7 +13,7 @@ from statistics import median
 from typing import ClassVar
 
 import mooncake.engine.host
-from mooncake.app.role_main import run_role
+from mooncake.app.cluster.role_main import run_role
 from mooncake.engine.node_hook import NodeHook
 from mooncake.engine.step_plan import StepPlan
 from prefill_node.node import PrefillNode

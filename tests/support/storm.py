@@ -44,8 +44,8 @@ from storm_traces import grown, held, processes_with
 from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
-from mooncake.app.local import LocalCluster
-from mooncake.app.role_main import PARENT_ENV
+from mooncake.app.cluster.local import LocalCluster
+from mooncake.app.cluster.role_main import PARENT_ENV
 from mooncake.config import Config, load_config
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub

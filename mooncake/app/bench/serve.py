@@ -20,11 +20,11 @@ from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.own import OwnEngine
 from mooncake.app.bench.report import Figure, Report, Value, tell
 from mooncake.app.bench.traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
+from mooncake.app.cluster.local import LocalCluster
+from mooncake.app.cluster.preflight import available_cores
+from mooncake.app.cluster.role_main import run_async, unless_stopped
 from mooncake.app.flags import Flags, names
 from mooncake.app.latency import percentile
-from mooncake.app.local import LocalCluster
-from mooncake.app.preflight import available_cores
-from mooncake.app.role_main import run_async, unless_stopped
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.contract import EngineConfig
 from mooncake.errors import ConfigError

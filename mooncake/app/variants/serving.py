@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mooncake.app.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import Checkpoint
 from mooncake.client import Client
 from mooncake.config import BlockSection, Config, load_config

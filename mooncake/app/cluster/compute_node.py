@@ -1,9 +1,10 @@
-"""A node that can switch between prefill and decode: ``python -m mooncake.app.compute_node --set node.role=prefill``.
+"""A node that can switch between prefill and decode.
 
-One process with one engine, one paged cache and both services; its role is the one it is registered with. A switch
-drains it (the conductor places nothing new on it), and registers it in the other role under a new incarnation. Weights
-and cached blocks stay in memory, and the prefix index finds the blocks again. A late call for the old role is still
-served, because both services are always running.
+``python -m mooncake.app.cluster.compute_node --set node.role=prefill`` starts one: a process with one engine, one paged
+cache and both services. Its role is the one it is registered with. A switch drains it (the conductor places nothing new
+on it), and registers it in the other role under a new incarnation. Weights and cached blocks stay in memory, and the
+prefix index finds the blocks again. A late call for the old role is still served, because both services are always
+running.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from decode_node.role import DecodeRole, open_segment
-from mooncake.app.role_main import run_role
+from mooncake.app.cluster.role_main import run_role
 from mooncake.config import Config, EngineSection
 from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook

@@ -22,7 +22,7 @@ from types import TracebackType
 
 from conductor.api import DRAIN_S
 from mooncake.adapters import open_adapters, parse_adapters
-from mooncake.app.preflight import (
+from mooncake.app.cluster.preflight import (
     check_choices,
     check_memory,
     check_ports,
@@ -32,8 +32,8 @@ from mooncake.app.preflight import (
     openmp_threads,
     resolve,
 )
-from mooncake.app.readiness import Readiness
-from mooncake.app.role_main import PARENT_ENV
+from mooncake.app.cluster.readiness import Readiness
+from mooncake.app.cluster.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
@@ -52,7 +52,7 @@ STABLE_S = 30.0  # a process that ran for so long restarts after the shortest pa
 LOG_LINES_KEPT = 40  # per process, to report why it died
 
 PACKAGES = {"conductor": "conductor", "store": "kvstore", "prefill": "prefill_node", "decode": "decode_node"}
-SWITCHABLE = "mooncake.app.compute_node"
+SWITCHABLE = "mooncake.app.cluster.compute_node"
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Traces on the command line: reading either format, scaling a trace, and generating one."""
+"""Trace files: reading either format, scaling what was recorded, and writing generated ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from mooncake.app.console import amount, out
-from mooncake.app.trace_shapes import SHAPES, generate
+from mooncake.app.traces.shapes import SHAPES, generate
 from mooncake.errors import ConfigError
 from mooncake.trace import ResampledTrace, TraceRequest, load_azure, load_trace, save_trace
 

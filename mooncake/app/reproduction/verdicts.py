@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from conductor.placement.policies import DEFAULT_POLICY
-from mooncake.app.sim.findings import Row, Verdict
+from mooncake.app.reproduction.findings import Row, Verdict
 from mooncake.app.sim.published import FIG8_TTFT_S, FIG13_ANEW_TTFT_S
 
 Rows = Sequence[Row]

@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from mooncake.app.cluster.role_main import run_async, unless_stopped
 from mooncake.app.console import duration, err, out, plain_table
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult, Spread
 from mooncake.app.reach import telling_what_to_do
-from mooncake.app.replay import Replay, ReplayOptions, ReplayReport, write_json
-from mooncake.app.role_main import run_async, unless_stopped
+from mooncake.app.traces.replay import Replay, ReplayOptions, ReplayReport, write_json
 from mooncake.errors import Cancelled, NodeUnavailable
 from mooncake.trace import load_trace, scale
 

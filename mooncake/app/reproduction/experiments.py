@@ -15,13 +15,14 @@ import numpy as np
 
 from conductor.placement.policies import POLICIES
 from conductor.placement.view import Choice, PlacementQuery
-from mooncake.app.sim import published, verdicts
+from mooncake.app.reproduction import verdicts
+from mooncake.app.reproduction.findings import Finding, Row
+from mooncake.app.sim import published
 from mooncake.app.sim.cluster import Cluster, load_preset
-from mooncake.app.sim.findings import Finding, Row
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import Summary, meets, summarize
-from mooncake.app.trace_shapes import generate
-from mooncake.app.trace_tools import load_any
+from mooncake.app.traces.files import load_any
+from mooncake.app.traces.shapes import generate
 from mooncake.errors import ConfigError
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest, expected_hits
 

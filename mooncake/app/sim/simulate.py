@@ -21,7 +21,7 @@ from mooncake.app.sim.arenas import use_huge_pages
 from mooncake.app.sim.cluster import Cluster, load_cluster, load_preset, preset_names
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import Summary, summarize, to_json
-from mooncake.app.trace_tools import load_any
+from mooncake.app.traces.files import load_any
 from mooncake.errors import ConfigError
 from mooncake.trace import TRACE_BLOCK_TOKENS, ResampledTrace, TraceRequest, scale
 

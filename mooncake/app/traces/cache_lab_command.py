@@ -14,11 +14,11 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from mooncake.app.cache_lab import BELADY, LAB_POLICIES, Lab, Rates, Rules
-from mooncake.app.cache_lab_report import PUBLISHED, cells, markdown
 from mooncake.app.console import amount, counted, err, out, plain_table, print_json
 from mooncake.app.extras import require
 from mooncake.app.outputs import writing
+from mooncake.app.traces.cache_lab import BELADY, LAB_POLICIES, Lab, Rates, Rules
+from mooncake.app.traces.cache_lab_report import PUBLISHED, cells, markdown
 from mooncake.errors import ConfigError
 from mooncake.trace import HitCount, expected_hits, load_trace
 

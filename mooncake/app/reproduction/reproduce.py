@@ -13,16 +13,16 @@ from rich.markup import escape
 
 from mooncake.app.bench.report import commit
 from mooncake.app.console import err, out, plain_table
-from mooncake.app.sim.contests import CONTESTS
-from mooncake.app.sim.experiments import EXPERIMENTS, Traces
-from mooncake.app.sim.findings import Finding
+from mooncake.app.reproduction.contests import CONTESTS
+from mooncake.app.reproduction.experiments import EXPERIMENTS, Traces
+from mooncake.app.reproduction.findings import Finding
 from mooncake.errors import ConfigError
 
 ALL = EXPERIMENTS | CONTESTS
 _HEAD = """# The paper's figures, replayed
 
 Made by `mooncake reproduce TRACES`. Every number is from virtual time on described machines (`paper-16`: step curves
-fitted to FAST'25 Fig. 14 and 15), with the real conductor's decisions. The experiments are in `mooncake/app/sim`:
+fitted to FAST'25 Fig. 14 and 15), with the real conductor's decisions. In `mooncake/app/reproduction`:
 `experiments.py` (the paper's) and `contests.py` (our own requirements). Verdicts follow from the tables by the rules in
 `verdicts.py`. Each part names its traces; if the tool&agent trace was missing, a generated one of its measured shape
 was used.

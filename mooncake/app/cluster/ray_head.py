@@ -24,8 +24,8 @@ import grpc
 from grpc_health.v1 import health_pb2
 
 from mooncake.addresses import check_address, join_address, split_address
-from mooncake.app.preflight import free_port, port_holder
-from mooncake.app.role_main import PARENT_ENV
+from mooncake.app.cluster.preflight import free_port, port_holder
+from mooncake.app.cluster.role_main import PARENT_ENV
 from mooncake.errors import ConfigError, NodeUnavailable
 
 LOOPBACK = "127.0.0.1"
@@ -38,7 +38,7 @@ PRIVATE_ENV = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", _LOOPBACK_ENV)  # how a p
 TOKEN_SETTINGS = "RAY_AUTH_MODE=token, RAY_AUTH_TOKEN_PATH"
 
 # Replace this process by Ray, which then ends when its parent ends, in whatever way.
-_LEASH = "import os, sys; from mooncake.app.role_main import die_with_parent; die_with_parent(); "
+_LEASH = "import os, sys; from mooncake.app.cluster.role_main import die_with_parent; die_with_parent(); "
 _LEASH += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 
 

@@ -16,9 +16,9 @@ from mooncake.app.console import err, out, plain_table, print_json
 from mooncake.app.outputs import writing
 from mooncake.app.sim.charts import Series, lines
 from mooncake.app.sim.cluster import Cluster, Ssd
+from mooncake.app.sim.simulate import play
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import Summary, summarize, to_json
-from mooncake.app.simulate import play
 from mooncake.errors import ConfigError
 from mooncake.trace import TraceRequest
 

@@ -13,11 +13,11 @@ from rich.markup import escape
 
 from conductor.api import DRAIN_S
 from mooncake.api_keys import API_KEY_ENV
+from mooncake.app.cluster.local import LocalCluster
+from mooncake.app.cluster.ray_cluster import RayCluster
+from mooncake.app.cluster.ray_head import is_loopback
+from mooncake.app.cluster.role_main import unless_stopped
 from mooncake.app.console import err, out
-from mooncake.app.local import LocalCluster
-from mooncake.app.ray_cluster import RayCluster
-from mooncake.app.ray_head import is_loopback
-from mooncake.app.role_main import unless_stopped
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, MooncakeError
 from mooncake.tls import tls_of

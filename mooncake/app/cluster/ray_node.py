@@ -14,8 +14,8 @@ from typing import TypeVar, cast
 import msgspec
 from msgspec.structs import replace
 
-from mooncake.app.ray_head import is_loopback
-from mooncake.app.role_main import Node, raise_file_limit, set_up_logging
+from mooncake.app.cluster.ray_head import is_loopback
+from mooncake.app.cluster.role_main import Node, raise_file_limit, set_up_logging
 from mooncake.config import Config
 from mooncake.errors import MooncakeError
 from mooncake.types import Role
@@ -31,7 +31,7 @@ NODE_BUILDERS = {
     "prefill": ("prefill_node.node", "PrefillNode"),
     "decode": ("decode_node.node", "DecodeNode"),
 }
-SWITCHABLE = ("mooncake.app.compute_node", "ComputeNode")
+SWITCHABLE = ("mooncake.app.cluster.compute_node", "ComputeNode")
 
 
 class RayNode:

@@ -22,18 +22,25 @@ import msgspec
 from msgspec.structs import replace
 
 from mooncake.addresses import join_address, split_address
-from mooncake.app.extras import require
-from mooncake.app.local import children_of
-from mooncake.app.preflight import (
+from mooncake.app.cluster.local import children_of
+from mooncake.app.cluster.preflight import (
     available_cores,
     check_choices,
     check_ports,
     hold_ports,
     resolve,
 )
-from mooncake.app.ray_head import TOKEN_SETTINGS, PrivateRay, check_answers, found, is_loopback, take_back_sigterm
-from mooncake.app.ray_node import RayNode
-from mooncake.app.readiness import Readiness
+from mooncake.app.cluster.ray_head import (
+    TOKEN_SETTINGS,
+    PrivateRay,
+    check_answers,
+    found,
+    is_loopback,
+    take_back_sigterm,
+)
+from mooncake.app.cluster.ray_node import RayNode
+from mooncake.app.cluster.readiness import Readiness
+from mooncake.app.extras import require
 from mooncake.config import Config
 from mooncake.errors import Cancelled, ConfigError, NodeUnavailable
 from mooncake.tls import check_tls, tls_of

@@ -15,15 +15,15 @@ import numpy as np
 
 from conductor.admission.retry_after import MAX_RETRY_S
 from conductor.placement.policies import DEFAULT_POLICY, POLICIES
-from mooncake.app.sim import verdicts
+from mooncake.app.reproduction import verdicts
+from mooncake.app.reproduction.experiments import SEED, Trace, Traces, first_tokens, run
+from mooncake.app.reproduction.findings import Finding, Row
+from mooncake.app.reproduction.hindsight import ALIKE, RetryProbe, false_rejections, keep_placements, retry_time_errors
 from mooncake.app.sim.cluster import Cluster, load_preset
-from mooncake.app.sim.experiments import SEED, Trace, Traces, first_tokens, run
-from mooncake.app.sim.findings import Finding, Row
-from mooncake.app.sim.hindsight import ALIKE, RetryProbe, false_rejections, keep_placements, retry_time_errors
 from mooncake.app.sim.requests import Fate, Floats
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.sim.summary import Summary, summarize
-from mooncake.app.trace_tools import one_after_another
+from mooncake.app.traces.files import one_after_another
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 LOADS = (0.6, 0.9, 1.2)

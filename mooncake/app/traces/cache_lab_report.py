@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from mooncake.app.cache_lab import LAB_POLICIES, Rates, Rules
+from mooncake.app.traces.cache_lab import LAB_POLICIES, Rates, Rules
 
 CLOSE = 0.005  # allowed difference under the same definition
 _CONVERSATION, _SYNTHETIC = "conversation_trace", "synthetic_trace"
