@@ -52,9 +52,7 @@ BENCHES = {
         f"mooncake.app.bench.{name}"
         for name in (
             *("blend", "character", "character_twins", "chunked", "context", "engine", "kernels", "peers", "pipeline"),
-            *("gpu", "gpu_device", "gpu_engine", "gpu_experts", "gpu_kernels", "gpu_latent", "gpu_model", "gpu_ranks"),
-            "gpu_recurrent",
-            *("engine_options", "quality", "variants"),
+            *("engine_options", "gpu", "gpu_parts", "quality", "variants"),
         )
     ),
     *(f"mooncake.app.variants.{name}" for name in ("comparison", "profile", "training")),

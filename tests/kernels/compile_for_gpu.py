@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mooncake.app.bench.gpu_device import DECODE_INT8, OTHERS
+from mooncake.app.bench.gpu_parts.device import DECODE_INT8, OTHERS
 from mooncake.kernels import (
     triton_attention,
     triton_coded_attention,

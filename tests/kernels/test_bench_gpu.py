@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mooncake.app.bench import gpu as bench_gpu
-from mooncake.app.bench.gpu_device import DECODE, OTHERS, PREFILL, Gpu, Scale, state
+from mooncake.app.bench.gpu_parts.device import DECODE, OTHERS, PREFILL, Gpu, Scale, state
 from mooncake.app.bench.report import Report
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu_attention import PREFILL_ROWS, attention_launch
@@ -196,14 +196,13 @@ def test_what_a_machine_without_packages_gets_is_all_that_the_benchmark_imports(
     makefile = (bench_gpu.ROOT / "Makefile").read_text()
     [given] = re.findall(r"^GPU_NEEDS \?= ((?:.*\\\n)*.*)", makefile, re.MULTILINE)
     there = _with_what_they_need("torch", "triton", "transformers", "pytest") | set(given.replace("\\", "").split())
-    modules = [part.work.partition(":")[0] for part in bench_gpu.PARTS if part.work]
+    modules = {part.work.partition(":")[0] for part in bench_gpu.PARTS if part.work} | {"handoff"}
     run = subprocess.run(
         [
             sys.executable,
             "-c",
             IMPORT,
-            *modules,
-            "mooncake.app.bench.gpu_handoff",
+            *(f"mooncake.app.bench.gpu_parts.{module}" for module in modules),
             "mooncake.app.cluster.local",
             "conductor.node",
         ],

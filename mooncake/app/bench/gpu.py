@@ -118,7 +118,7 @@ Two GPUs: each reads half of the 8 GB that a step of 16 layers reads: 2.5 ms for
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the benchmark: ``work`` ("module:function"), or ``tests`` for pytest."""
+    """A part of the benchmark: ``work`` ("module:function" of ``gpu_parts``), or ``tests`` for pytest."""
 
     name: str
     limit_s: float
@@ -126,29 +126,28 @@ class Part:
     tests: tuple[str, ...] = ()
 
 
-_KERNELS, _MODEL = "mooncake.app.bench.gpu_kernels", "mooncake.app.bench.gpu_model"
 _KERNEL_TESTS = (
     *("test_gpu_kernels.py", "test_gpu_latent.py", "test_gpu_experts.py", "test_gpu_model.py"),
     *("test_gpu_offsets.py", "test_device_cache.py", "test_device_sampler.py"),
 )
 LIMITS = "limits"
 PARTS = (
-    Part(LIMITS, 90, f"{_KERNELS}:limits"),
-    Part("decode attention", 150, f"{_KERNELS}:decode_attention"),
-    Part("prefill attention", 90, f"{_KERNELS}:prefill_attention"),
-    Part("cascade", 90, f"{_KERNELS}:cascade"),
-    Part("latent attention", 120, "mooncake.app.bench.gpu_latent:latent_attention"),
-    Part("page copies", 90, f"{_KERNELS}:page_copies"),
-    Part("whole model", 180, f"{_MODEL}:whole_model"),
-    Part("experts", 90, "mooncake.app.bench.gpu_experts:experts"),
-    Part("engine", 180, "mooncake.app.bench.gpu_engine:engine_steps"),
-    Part("two GPUs", 240, "mooncake.app.bench.gpu_ranks:two_gpus"),
+    Part(LIMITS, 90, "kernels:limits"),
+    Part("decode attention", 150, "kernels:decode_attention"),
+    Part("prefill attention", 90, "kernels:prefill_attention"),
+    Part("cascade", 90, "kernels:cascade"),
+    Part("latent attention", 120, "latent:latent_attention"),
+    Part("page copies", 90, "kernels:page_copies"),
+    Part("whole model", 180, "model:whole_model"),
+    Part("experts", 90, "experts:experts"),
+    Part("engine", 180, "engine:engine_steps"),
+    Part("two GPUs", 240, "ranks:two_gpus"),
     Part("kernel tests", 200, tests=tuple(f"tests/kernels/{name}" for name in _KERNEL_TESTS)),
-    Part("elementwise", 60, f"{_KERNELS}:elementwise"),
-    Part("int8 products", 90, f"{_KERNELS}:int8_products"),
-    Part("recurrent layers", 90, "mooncake.app.bench.gpu_recurrent:recurrent"),
-    Part("hand-off", 150, f"{_MODEL}:handed_off"),
-    Part("FlexAttention", 150, f"{_KERNELS}:flex_attention"),
+    Part("elementwise", 60, "kernels:elementwise"),
+    Part("int8 products", 90, "kernels:int8_products"),
+    Part("recurrent layers", 90, "recurrent:recurrent"),
+    Part("hand-off", 150, "model:handed_off"),
+    Part("FlexAttention", 150, "kernels:flex_attention"),
     Part("node tests", 240, tests=("tests/e2e/test_gpu_nodes.py",)),
 )
 MIN_PART_S = 20.0  # with less time left, no part is started
@@ -229,7 +228,7 @@ class _Run:
         return [*own, "--reps", str(self._options.reps), *options]
 
     def _stream(self) -> float:
-        from mooncake.app.bench.gpu_kernels import stream_of
+        from mooncake.app.bench.gpu_parts.kernels import stream_of
 
         if not self._done[LIMITS].figures:
             raise InternalError("the limits of the GPU could not be measured; the error is above")
@@ -325,7 +324,7 @@ def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str
     """Run a part in this process; results from before a failure are written too. Raises InternalError on failure."""
     import torch
 
-    from mooncake.app.bench.gpu_device import Gpu, Scale, state
+    from mooncake.app.bench.gpu_parts.device import Gpu, Scale, state
     from mooncake.kernels.gpu_attention import Launch
     from mooncake.kernels.triton_launch import built_kernels
 
@@ -336,7 +335,7 @@ def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str
     report = Report("gpu", {}, seed=0)
     try:
         with torch.inference_mode(), gpu.trying(name):
-            getattr(importlib.import_module(module), function)(gpu, report, stream)
+            getattr(importlib.import_module(f"mooncake.app.bench.gpu_parts.{module}"), function)(gpu, report, stream)
     finally:  # also when interrupted
         chosen = {kind: asdict(launch) for kind, launch in gpu.launches.items()}
         found = PartResult(

@@ -29,7 +29,7 @@ from prefill_node.kv_writer import Destination, KVWriter, WriteStream
 from prefill_node.streamer import LayerStreamer, StreamedPrompt
 
 if TYPE_CHECKING:
-    from mooncake.app.bench.gpu_device import Gpu
+    from mooncake.app.bench.gpu_parts.device import Gpu
 
 EPOCH = 1
 NEW_TOKENS = 3

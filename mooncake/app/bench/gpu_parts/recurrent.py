@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mooncake.app.bench.gpu_device import Gpu, check, rate
+from mooncake.app.bench.gpu_parts.device import Gpu, check, rate
 from mooncake.app.bench.report import Figure, Report
 from mooncake.kernels import reference
 from mooncake.kernels.recurrent import NO_PAGE, RecurrentKernels, Runs

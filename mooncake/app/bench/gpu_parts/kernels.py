@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mooncake.app.bench.gpu_device import DECODE, DECODE_INT8, PREFILL, Gpu, check, rate
+from mooncake.app.bench.gpu_parts.device import DECODE, DECODE_INT8, PREFILL, Gpu, check, rate
 from mooncake.app.bench.report import Figure, Report
 from mooncake.kernels import reference
 from mooncake.kernels.gpu import COPY_PROGRAMS, COPY_WORDS, GpuKernels, Int8Linear, codes_and_scales, copy_pages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mooncake.app.bench.gpu_device import Gpu, check, rate
-from mooncake.app.bench.gpu_kernels import HEAD_DIM, HEADS, KV_HEADS
+from mooncake.app.bench.gpu_parts.device import Gpu, check, rate
+from mooncake.app.bench.gpu_parts.kernels import HEAD_DIM, HEADS, KV_HEADS
 from mooncake.app.bench.report import Figure, Report
 from mooncake.checkpoint import weight_shapes
 from mooncake.model.batch import ForwardBatch, NoHook
@@ -130,7 +130,7 @@ def _check_replays(gpu: Gpu, report: Report, model: GpuModel) -> None:
 
 
 def handed_off(gpu: Gpu, report: Report, _: float) -> None:
-    from mooncake.app.bench.gpu_handoff import hand_off  # needs the dependencies of nodes
+    from mooncake.app.bench.gpu_parts.handoff import hand_off  # needs the dependencies of nodes
 
     hand_off(gpu, report, build_model(gpu)[0], BLOCK if gpu.device.type == "cuda" else 16)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from mooncake.app.bench.gpu_device import Gpu, check, rate
+from mooncake.app.bench.gpu_parts.device import Gpu, check, rate
 from mooncake.app.bench.report import Figure, Report
 from mooncake.kernels import reference
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from mooncake.app.bench.gpu_device import Gpu, check, rate
-from mooncake.app.bench.gpu_kernels import MOST_ERROR
+from mooncake.app.bench.gpu_parts.device import Gpu, check, rate
+from mooncake.app.bench.gpu_parts.kernels import MOST_ERROR
 from mooncake.app.bench.report import Figure, Report
 from mooncake.kernels import reference
 from mooncake.kernels.gpu import GpuKernels, codes_and_scales

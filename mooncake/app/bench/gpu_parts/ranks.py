@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch.distributed import is_nccl_available
 
-from mooncake.app.bench.gpu_device import Gpu, check, rate
-from mooncake.app.bench.gpu_model import BLOCK, MOST_ERROR, decode_batch, model_of_8b
+from mooncake.app.bench.gpu_parts.device import Gpu, check, rate
+from mooncake.app.bench.gpu_parts.model import BLOCK, MOST_ERROR, decode_batch, model_of_8b
 from mooncake.app.bench.report import Report
 from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
 from mooncake.engine.backend import ALONE, Backend, BackendSpec, CacheSize, Processes, open_for_node

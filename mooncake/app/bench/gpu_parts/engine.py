@@ -14,8 +14,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from mooncake.app.bench.gpu_device import Gpu, rate
-from mooncake.app.bench.gpu_model import BLOCK, build_model, decode_batch
+from mooncake.app.bench.gpu_parts.device import Gpu, rate
+from mooncake.app.bench.gpu_parts.model import BLOCK, build_model, decode_batch
 from mooncake.app.bench.report import Report
 from mooncake.engine.cache.device_cache import DeviceCache
 from mooncake.engine.contract import CausalModel, EngineConfig
