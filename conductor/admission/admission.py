@@ -18,7 +18,7 @@ from conductor.admission.inflight_requests import NUM_SAMPLES, InflightRequests
 from conductor.admission.lengths import OutputLengths, Turns
 from conductor.admission.retry_after import MAX_RETRY_S, RetryAfterEstimator
 from conductor.admission.retry_reservations import RetryReservations
-from conductor.admission.rules import Candidate, Limits, Rule, baseline, no_rule, step_load
+from conductor.admission.rules import Candidate, Known, Limits, Rule, baseline, no_rule, step_load
 from conductor.placement.bookings import Booking
 from conductor.placement.scheduler import Placement
 from conductor.placement.view import NONE, PlacementQuery, RequestFacts
@@ -58,7 +58,8 @@ class _Refusal(NamedTuple):
 
 
 class Admission:
-    """One owner. ``decide`` changes only counters; the methods below it follow an admitted request."""
+    """One owner. ``decide`` answers, and ``fits`` asks without a trace; the methods below them follow an admitted
+    request."""
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class Admission:
         self.retry_after = RetryAfterEstimator()
         self.reservations = RetryReservations()
         self.stats = stats or AdmissionStats()
-        self.rng = rng if rng is not None else np.random.default_rng(0)
+        self._rng = rng if rng is not None else np.random.default_rng(0)
         self.decode_s = FIRST_DECODE_S  # running mean of a request's decode time
         self._refusals: deque[_Refusal] = deque(maxlen=MAX_REFUSALS)
         self._prompts: dict[Booking, bytes] = {}  # the last full block of each prompt
@@ -100,7 +101,7 @@ class Admission:
         One that fits and still has to wait, because it may not ``may_enter``, is not counted: it is decided again."""
         self._check_past_refusals(query, now)
         candidate = self._candidate(query, placement, now, max_tokens)
-        verdict = self._predict(candidate)
+        verdict = self._predict(candidate, self._known())
         self.retry_after.observe(candidate.prefill_wait_ms, verdict.decode_load, now)
         client = (query.facts.keys[-1] if query.facts.keys else b"", query.facts.num_tokens)
         is_refusable = self.mode is Mode.HARD and band is not Band.BATCH  # others wait in the queue
@@ -127,13 +128,10 @@ class Admission:
     ) -> bool:
         """As ``decide``, but without side effects: nothing is counted, and random numbers come from ``rng``, so that
         later decisions are unaffected."""
-        own, lengths = self.rng, self.inflight.lengths
-        self.rng, self.inflight.lengths = rng, lengths.copy()
-        try:
-            is_due = self.reservations.is_due(now)
-            return not is_due and self._predict(self._candidate(query, placement, now, max_tokens)).is_admitted
-        finally:
-            self.rng, self.inflight.lengths = own, lengths
+        if self.reservations.is_due(now):
+            return False
+        known = self._known()._replace(inflight=self.inflight.copy(), rng=rng)
+        return self._predict(self._candidate(query, placement, now, max_tokens), known).is_admitted
 
     def placed(self, booking: Booking, facts: RequestFacts, max_tokens: int, placement: Placement, now: float) -> None:
         """An admitted request was placed and booked."""
@@ -142,7 +140,7 @@ class Admission:
         if not booking.decode_id:
             return
         kind = self.turns.kind(facts.keys, facts.num_tokens)
-        lengths = self.lengths.sample(kind, max_tokens, NUM_SAMPLES, self.rng)
+        lengths = self.lengths.sample(kind, max_tokens, NUM_SAMPLES, self._rng)
         self.inflight.add(booking, kind, max_tokens, _joins_at(placement, now), lengths)
 
     def prefill_ended(self, booking: Booking, query: PlacementQuery | None, now: float) -> bool:
@@ -174,9 +172,12 @@ class Admission:
         kind = self.turns.kind(query.facts.keys, query.facts.num_tokens)
         return Candidate(query, placement, decode, kind, max_tokens, now, _joins_at(placement, now))
 
-    def _predict(self, candidate: Candidate) -> Verdict:
+    def _known(self) -> Known:
+        return Known(self.limits, self.inflight, self.lengths, self.decode_s, self._rng)
+
+    def _predict(self, candidate: Candidate, known: Known) -> Verdict:
         prefill_load = candidate.placement.predicted_ttft_ms / self.limits.ttft_ms
-        decode_load = 0.0 if candidate.decode == NONE else self.rule(self, candidate)
+        decode_load = 0.0 if candidate.decode == NONE else self.rule(known, candidate)
         fits = self.rule is no_rule or max(prefill_load, decode_load) <= 1.0
         return Verdict(fits, prefill_load, decode_load)
 

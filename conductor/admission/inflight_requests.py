@@ -5,7 +5,8 @@ Pure. One row per request in flat arrays, so that admission can look ahead over 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from copy import copy
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -49,6 +50,12 @@ class InflightRequests:
 
     def __len__(self) -> int:
         return len(self._row)
+
+    def copy(self) -> Self:
+        """For ``futures`` that draw lengths again without a trace. It sees later requests too: use it at once."""
+        copied = copy(self)
+        copied.lengths = self.lengths.copy()
+        return copied
 
     def add(self, booking: Booking, kind: Kind, max_tokens: int, joins_at: float, lengths: Floats) -> None:
         if not self._free:

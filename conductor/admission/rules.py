@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,8 +58,8 @@ class Candidate(NamedTuple):
         return self.placement.decode.node_id if self.placement.decode else ""
 
 
-class Known(Protocol):
-    """What a rule may use of ``Admission``."""
+class Known(NamedTuple):
+    """What ``Admission`` knows when a rule is asked."""
 
     limits: Limits
     inflight: InflightRequests
