@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from decode_node.receiver import Receiver
 from decode_node.role import DecodeRole, open_segment
 from mooncake.config import Config
 from mooncake.engine.backend import CacheSize
-from mooncake.engine.contract import StepHook
-from mooncake.engine.loop import RestAfter
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.model.pages import Mappable
-from mooncake.rpc import cluster_pb2
-from mooncake.rpc.convert import segment_to_wire
 from mooncake.types import Role
 
 
@@ -27,22 +21,9 @@ class DecodeNode(EngineNode):
         self._segment = open_segment(self.node_id, size)
         return self._segment
 
-    def _make_roles(self) -> Iterator[NodeRole]:
+    def _make_roles(self) -> list[NodeRole]:
         self._role = DecodeRole(self.node_id, self.host, self._segment, self._transfer, self._channels)
-        yield self._role
-
-    @property
-    def _hook(self) -> StepHook:
-        return self._role.hook
-
-    @property
-    def _rest_after(self) -> RestAfter:
-        return self._role.rest_after_s
-
-    def _info(self) -> cluster_pb2.NodeInfo:
-        info = super()._info()
-        info.segment.CopyFrom(segment_to_wire(self._role.address))
-        return info
+        return [self._role]
 
     @property
     def receiver(self) -> Receiver:

@@ -22,8 +22,8 @@ from mooncake.engine.backend import CacheSize
 from mooncake.engine.host import EngineHost
 from mooncake.prefault import prefault_in_background
 from mooncake.rpc import cluster_pb2, decode_pb2_grpc
+from mooncake.rpc.convert import segment_to_wire
 from mooncake.rpc.server import Channels, RpcServer
-from mooncake.types import SegmentAddress
 
 
 def open_segment(node_id: str, size: CacheSize) -> Segment:
@@ -59,16 +59,11 @@ class DecodeRole:
         self._rests_per_step = 1 / config.node.decode_share - 1
         self._most_s = config.conductor.tbt_limit_ms / 1e3 or math.inf  # from one step to the next
 
-    @property
-    def address(self) -> SegmentAddress:
-        """Where the segment is served."""
-        return self._segment_server.address
-
     def serve(self, server: RpcServer) -> None:
         """Export the segment and add the service. Raises ConfigError for unavailable transports."""
         self._segment_server.start()
         self._writeback.start()
-        self._servicer = DecodeServicer(self._host, self.receiver, self.hook, self.address)
+        self._servicer = DecodeServicer(self._host, self.receiver, self.hook, self._segment_server.address)
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._servicer, "mooncake.v1.Decode")
 
     def rest_after_s(self, step_s: float) -> float:
@@ -77,6 +72,11 @@ class DecodeRole:
         if not self._rests_per_step or self._host.has_computed_prompts or not self.receiver.awaits_prompts:
             return 0.0
         return min(step_s * self._rests_per_step, self._most_s - step_s)
+
+    def describe(self, info: cluster_pb2.NodeInfo) -> None:
+        """Add where the segment is served, and how many sequences may decode."""
+        info.segment.CopyFrom(segment_to_wire(self._segment_server.address))
+        info.max_sequences = self._host.config.decode.max_sequences
 
     @property
     def is_idle(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 from kvstore.transfer.engine import TransferEngine
@@ -21,7 +21,8 @@ from mooncake.config import Config, EngineSection, transfer_secret
 from mooncake.engine.backend import CacheSize
 from mooncake.engine.contract import StepHook
 from mooncake.engine.host import EngineHost, HostPlan
-from mooncake.engine.loop import RestAfter
+from mooncake.engine.sequence import Sequence
+from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership, check_settings, first_end
@@ -34,7 +35,20 @@ from mooncake.types import Role
 class NodeRole(Protocol):
     """What a process does for the cluster with an open engine: served, drained, and stopped last."""
 
+    @property
+    def hook(self) -> StepHook:
+        """What it does around the engine's steps."""
+        ...
+
+    def rest_after_s(self, step_s: float) -> float:
+        """How long the engine leaves its cores to others after a step of ``step_s``. See ``RestAfter``."""
+        ...
+
     def serve(self, server: RpcServer) -> None: ...
+
+    def describe(self, info: cluster_pb2.NodeInfo) -> None:
+        """Add what the cluster must know of this role, which is served."""
+        ...
 
     @property
     def is_answering(self) -> bool:
@@ -57,8 +71,7 @@ class NodeRole(Protocol):
 class EngineNode:
     """``await start()``, then serve until ``await stop()``. ``start`` raises ConfigError or ModelError.
 
-    A subclass supplies its roles and their hook, and, where it differs from the default, the cache's memory and its
-    identity.
+    A subclass supplies its roles and, if others write into its cache, the memory.
     """
 
     def __init__(self, config: Config, role: Role, section: EngineSection) -> None:
@@ -81,19 +94,9 @@ class EngineNode:
         """For the cache, or its mirror; None: the engine allocates it."""
         return None
 
-    def _make_roles(self) -> Iterator[NodeRole]:
-        """Over ``host``, which is open."""
+    def _make_roles(self) -> Iterable[NodeRole]:
+        """Over ``host``, which is open. Those made before an error are stopped."""
         raise NotImplementedError
-
-    @property
-    def _hook(self) -> StepHook:
-        """The roles' hook."""
-        raise NotImplementedError
-
-    @property
-    def _rest_after(self) -> RestAfter | None:
-        """How the engine shares its cores; None: it never rests."""
-        return None
 
     async def start(self) -> None:
         """Cleans up after itself when it fails half-way; ``stop`` may then be called or not."""
@@ -101,13 +104,13 @@ class EngineNode:
             config, section = self.config, self._section
             checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
             plan = self._plan = HostPlan(config, section, checkpoint)
-            await check_settings(config, EngineNode._info(self))  # without what the role adds: it has no memory yet
+            await check_settings(config, self._info())  # without what roles add: there are none yet
             self._open_transfer()
             self._cleanup.callback(self._stop_roles)  # after the engine
             self.host = await EngineHost.open(plan, self._events, self._open_memory(plan.cache_size))
             self._cleanup.push_async_callback(self.host.stop)
             self._roles.extend(self._make_roles())
-            self.host.run(self._hook, self._rest_after)
+            self.host.run(_together([role.hook for role in self._roles]), self._rest_after_s)
             await self._serve()
             await self._join()
         except BaseException:
@@ -123,6 +126,9 @@ class EngineNode:
         )
         self._cleanup.callback(self._transfer.close)
         self._transfer.check_usable()
+
+    def _rest_after_s(self, step_s: float) -> float:
+        return max(role.rest_after_s(step_s) for role in self._roles)
 
     def _stop_roles(self) -> None:
         for role in reversed(self._roles):
@@ -169,7 +175,7 @@ class EngineNode:
         """Called repeatedly while the conductor wants another role; most nodes cannot change."""
 
     def _info(self) -> cluster_pb2.NodeInfo:
-        return cluster_pb2.NodeInfo(
+        info = cluster_pb2.NodeInfo(
             node_id=self.node_id,
             role=self.role,
             incarnation=self._events.incarnation,
@@ -181,6 +187,9 @@ class EngineNode:
             max_model_len=self._plan.max_model_len,
             settings=self._plan.settings,
         )
+        for role in self._roles:
+            role.describe(info)
+        return info
 
     def _report(self) -> cluster_pb2.HeartbeatRequest:
         report = cluster_pb2.HeartbeatRequest(load=self.host.load(), samples=self.host.samples.take())
@@ -189,3 +198,38 @@ class EngineNode:
         report.adapters.extend(map(load_to_wire, self._adapters.report()))
         add_transports(report, self._transfer)
         return report
+
+
+def _together(hooks: list[StepHook]) -> StepHook:
+    return hooks[0] if len(hooks) == 1 else _Hooks(hooks)
+
+
+class _Hooks:
+    """Those of several roles; each ignores the other's requests."""
+
+    def __init__(self, hooks: Iterable[StepHook]) -> None:
+        self._hooks = tuple(hooks)
+
+    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
+        for hook in self._hooks:
+            hook.admitted(sequence, to_load)
+
+    @property
+    def wants_layers(self) -> bool:
+        return any(hook.wants_layers for hook in self._hooks)
+
+    def begin_step(self, plan: StepPlan) -> None:
+        for hook in self._hooks:
+            hook.begin_step(plan)
+
+    def before_layer(self, layer: int) -> None:
+        for hook in self._hooks:
+            hook.before_layer(layer)
+
+    def after_layer(self, layer: int) -> None:
+        for hook in self._hooks:
+            hook.after_layer(layer)
+
+    def end_step(self, plan: StepPlan) -> None:
+        for hook in self._hooks:
+            hook.end_step(plan)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from mooncake.config import Config
-from mooncake.engine.contract import StepHook
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.types import Role
 from prefill_node.role import PrefillRole
@@ -18,13 +15,9 @@ class PrefillNode(EngineNode):
     def __init__(self, config: Config) -> None:
         super().__init__(config, Role.PREFILL, config.prefill)
 
-    def _make_roles(self) -> Iterator[NodeRole]:
+    def _make_roles(self) -> list[NodeRole]:
         self._role = PrefillRole(self.host, self._transfer, self._channels)
-        yield self._role
-
-    @property
-    def _hook(self) -> StepHook:
-        return self._role.hook
+        return [self._role]
 
     async def drained(self) -> None:
         """Return once nothing of finished requests is held any more."""

@@ -57,6 +57,13 @@ class PrefillRole:
         """Add the service."""
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self._servicer, "mooncake.v1.Prefill")
 
+    def describe(self, info: cluster_pb2.NodeInfo) -> None:
+        """Nothing to add: nobody writes into it."""
+
+    def rest_after_s(self, step_s: float) -> float:
+        """Somebody waits for each prompt."""
+        return 0.0
+
     @property
     def is_idle(self) -> bool:
         return not self.hook.prompts

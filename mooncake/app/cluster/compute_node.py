@@ -21,15 +21,10 @@ from decode_node.role import DecodeRole, open_segment
 from mooncake.app.cluster.role_main import run_role
 from mooncake.config import Config, EngineSection
 from mooncake.engine.backend import CacheSize
-from mooncake.engine.contract import StepHook
-from mooncake.engine.loop import RestAfter
-from mooncake.engine.sequence import Sequence
-from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.model.pages import Mappable
 from mooncake.rpc import cluster_pb2
-from mooncake.rpc.convert import segment_to_wire
 from mooncake.types import Role
 from mooncake.vital import vital
 from prefill_node.role import PrefillRole
@@ -37,37 +32,6 @@ from prefill_node.role import PrefillRole
 log = logging.getLogger(__name__)
 
 DRAIN_S = 120.0  # after this time a drain is given up, and the node keeps its role
-
-
-class BothHooks:
-    """The hooks of both roles; each ignores the other's requests."""
-
-    def __init__(self, first: StepHook, second: StepHook) -> None:
-        self._hooks = (first, second)
-
-    def admitted(self, sequence: Sequence, to_load: list[BlockToLoad]) -> None:
-        for hook in self._hooks:
-            hook.admitted(sequence, to_load)
-
-    @property
-    def wants_layers(self) -> bool:
-        return any(hook.wants_layers for hook in self._hooks)
-
-    def begin_step(self, plan: StepPlan) -> None:
-        for hook in self._hooks:
-            hook.begin_step(plan)
-
-    def before_layer(self, layer: int) -> None:
-        for hook in self._hooks:
-            hook.before_layer(layer)
-
-    def after_layer(self, layer: int) -> None:
-        for hook in self._hooks:
-            hook.after_layer(layer)
-
-    def end_step(self, plan: StepPlan) -> None:
-        for hook in self._hooks:
-            hook.end_step(plan)
 
 
 class ComputeNode(EngineNode):
@@ -90,14 +54,6 @@ class ComputeNode(EngineNode):
         yield self._prefill
         self._decode = DecodeRole(self.node_id, self.host, self._segment, self._transfer, self._channels)
         yield self._decode
-
-    @property
-    def _hook(self) -> StepHook:
-        return BothHooks(self._prefill.hook, self._decode.hook)
-
-    @property
-    def _rest_after(self) -> RestAfter:
-        return self._decode.rest_after_s
 
     async def stop(self) -> None:
         """Stop after the running requests have ended, or after ``node.drain_s``. Idempotent."""
@@ -139,8 +95,6 @@ class ComputeNode(EngineNode):
 
     def _info(self) -> cluster_pb2.NodeInfo:
         info = super()._info()
-        info.segment.CopyFrom(segment_to_wire(self._decode.address))
-        info.max_sequences = self.config.decode.max_sequences
         info.can_switch = True
         return info
 
