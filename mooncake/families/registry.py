@@ -1,7 +1,7 @@
 """All families but Llama's (``llama``) by their names in config.json. Torch-free.
 
 Each is one entry of ``OTHER_FAMILIES``: a reader from its settings to a ``ModelConfig``, and the names and shapes of
-its weights as Hugging Face publishes them. The arithmetic of each family is in ``mooncake.model``.
+its weights as Hugging Face publishes them. The arithmetic of each family is in ``mooncake.model.families``.
 """
 
 from __future__ import annotations

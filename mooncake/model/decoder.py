@@ -140,7 +140,7 @@ class Decoder(ABC):
 
         If this is one rank's part of a model, ``reduce`` completes the output of attention and MLP in each layer,
         ``vocabulary`` its part of the embedding table and of the head, and it has these ``experts`` (None: all).
-        ``layers`` are those of this stage of a model (None: all), for ``gated.GatedDecoder``."""
+        ``layers`` are those of this stage of a model (None: all), for ``families.gated.GatedDecoder``."""
         self.config = config
         self.max_model_len = max_model_len or config.max_model_len
         self.kernels = kernels or choose_kernels()

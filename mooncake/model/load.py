@@ -10,121 +10,19 @@ from mooncake.errors import ModelError
 from mooncake.host_memory import gives_back_memory
 from mooncake.kernels import Kernels, Linear
 from mooncake.key_scales import KeyScales
-from mooncake.model.afmoe import Afmoe
-from mooncake.model.cohere_moe import CohereMoe
 from mooncake.model.decoder import Decoder
-from mooncake.model.deepseek import DeepSeek, Mistral4
-from mooncake.model.dense_members import Apertus, Arcee, GraniteHybrid, HyperClova, NanoChat, Olmo
-from mooncake.model.falcon_h1 import FalconH1
-from mooncake.model.gated import Dense, Exaone4, GatedDecoder, Hunyuan, Olmo2
-from mooncake.model.gemma import Gemma
-from mooncake.model.gemma3n import Gemma3n
-from mooncake.model.gemma4 import Gemma4
-from mooncake.model.gpt import (
-    Bloom,
-    Falcon,
-    Gpt2,
-    GptBigCode,
-    GptJ,
-    GptNeoX,
-    Jais2,
-    Mpt,
-    Nemotron,
-    Opt,
-    Phi,
-    StableLm,
-    StarCoder2,
-)
-from mooncake.model.gpt_oss import GptOss
-from mooncake.model.hybrid import Qwen3Next
-from mooncake.model.interleaved import Cohere, Glm
+from mooncake.model.families.gated import GatedDecoder
+from mooncake.model.families.registry import decoder_of
 from mooncake.model.key_channels import with_scaled_keys
-from mooncake.model.lfm2 import Lfm2
 from mooncake.model.llama import CausalLM
-from mooncake.model.llama4 import Llama4
 from mooncake.model.lora import load_adapter
-from mooncake.model.mamba import Bamba, GraniteMamba
-from mooncake.model.moe import FlexOlmo, GraniteMoe, HunyuanMoe, MixtureOfExperts, Olmoe, Qwen3VlMoe
-from mooncake.model.nemotron_h import NemotronH
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
-from mooncake.model.routed import Ernie, GlmMoe, MiniMax
 from mooncake.model.weights import load_weights
 from mooncake.model_config import ModelConfig
 from mooncake.precision import WeightFormat
 
 DTYPES = ("float32", "bfloat16")
-DECODERS: dict[str, type[Decoder]] = {  # of all families but Llama's
-    "gpt2": Gpt2,
-    "gpt_bigcode": GptBigCode,
-    "opt": Opt,
-    "gpt_neox": GptNeoX,
-    "bloom": Bloom,
-    "mpt": Mpt,
-    "starcoder2": StarCoder2,
-    "gemma2": Gemma,
-    "gemma3_text": Gemma,
-    "qwen3_moe": MixtureOfExperts,
-    "qwen3_vl_moe_text": Qwen3VlMoe,
-    "mixtral": MixtureOfExperts,
-    "granite": Dense,
-    "hunyuan_v1_dense": Hunyuan,
-    "olmo2": Olmo2,
-    "olmo3": Olmo2,
-    "exaone4": Exaone4,
-    "deepseek_v2": DeepSeek,
-    "deepseek_v3": DeepSeek,
-    "kimi_k2": DeepSeek,
-    "gemma": Gemma,
-    "vaultgemma": Gemma,
-    "gemma3n_text": Gemma3n,
-    "gemma4_text": Gemma4,
-    "gemma4_unified_text": Gemma4,
-    "arcee": Arcee,
-    "apertus": Apertus,
-    "granitemoehybrid": GraniteHybrid,
-    "olmo": Olmo,
-    "nanochat": NanoChat,
-    "hyperclovax": HyperClova,
-    "glm4_moe_lite": DeepSeek,
-    "minicpm3": DeepSeek,
-    "youtu": DeepSeek,
-    "mistral4": Mistral4,
-    "glm4_moe": GlmMoe,
-    "solar_open": GlmMoe,
-    "exaone_moe": GlmMoe,
-    "llama4_text": Llama4,
-    "afmoe": Afmoe,
-    "hunyuan_v1_moe": HunyuanMoe,
-    "hy_v3": GlmMoe,
-    "gpt_oss": GptOss,
-    "olmoe": Olmoe,
-    "flex_olmo": FlexOlmo,
-    "mellum": MixtureOfExperts,
-    "granitemoe": GraniteMoe,
-    "dots1": GlmMoe,
-    "minimax_m2": MiniMax,
-    "ernie4_5_moe": Ernie,
-    "qwen2_moe": MixtureOfExperts,
-    "glm": Glm,
-    "glm4": Glm,
-    "cohere": Cohere,
-    "cohere2": Cohere,
-    "cohere2_moe": CohereMoe,
-    "gptj": GptJ,
-    "falcon": Falcon,
-    "phi": Phi,
-    "stablelm": StableLm,
-    "nemotron": Nemotron,
-    "jais2": Jais2,
-    "qwen3_next": Qwen3Next,
-    "qwen3_5_text": Qwen3Next,
-    "qwen3_5_moe_text": Qwen3Next,
-    **dict.fromkeys(("lfm2", "lfm2_moe"), Lfm2),
-    "bamba": Bamba,
-    "falcon_h1": FalconH1,
-    "nemotron_h": NemotronH,
-}
 
 
 @gives_back_memory
@@ -149,7 +47,7 @@ def load_model(
     if form.dtype not in DTYPES:
         raise ModelError(f"model.dtype must be one of {', '.join(DTYPES)}, got {form.dtype!r}")
     config = checkpoint.config
-    family = _family_of(config)
+    family = decoder_of(config)
     if can_blend:
         _check_blends(config, key_scales)
     if layers is not None:
@@ -173,7 +71,7 @@ def load_model(
 
 def _check_blends(config: ModelConfig, key_scales: KeyScales | None) -> None:
     has_windows = any(config.window_of(layer) for layer in range(config.num_layers))
-    if _family_of(config) or has_windows or key_scales or config.kv_sources or config.still_layers:
+    if decoder_of(config) or has_windows or key_scales or config.kv_sources or config.still_layers:
         raise ModelError(
             "chunks are blended for the Llama family, with full attention, rotation and KV of each layer's own, "
             "without model.key_scales"
@@ -181,7 +79,7 @@ def _check_blends(config: ModelConfig, key_scales: KeyScales | None) -> None:
 
 
 def _check_stages(checkpoint: Checkpoint) -> None:
-    family = _family_of(checkpoint.config)
+    family = decoder_of(checkpoint.config)
     if checkpoint.config.kv_sources or not (family is None or issubclass(family, GatedDecoder)):
         raise ModelError(
             "stages are for the Llama family and those built like it, with KV of each layer's own, "
@@ -209,19 +107,13 @@ def load_part(
     def vocabulary(part: Linear) -> Linear:
         return VocabularyPart(part, shares, ranks)
 
-    family = _family_of(whole)
+    family = decoder_of(whole)
     if family is None:
         return CausalLM(config, weights, max_model_len, kernels, form.coding, reduce=ranks.sum, vocabulary=vocabulary)
     if form.coding:
         raise ModelError(_for_llama("tensor parallel ranks with int8 weights", checkpoint))
     experts = experts_of(whole, rank, size)
     return family(config, weights, max_model_len, kernels, reduce=ranks.sum, vocabulary=vocabulary, experts=experts)
-
-
-def _family_of(config: ModelConfig) -> type[Decoder] | None:
-    """None: the Llama family. Granite 4 has members with and without Mamba, under one name."""
-    is_granite = config.architecture == "granitemoehybrid"
-    return GraniteMamba if is_granite and config.mamba else DECODERS.get(config.architecture)
 
 
 def _for_llama(what: str, checkpoint: Checkpoint) -> str:

@@ -34,10 +34,11 @@ from mooncake.kernels import reference
 from mooncake.kernels.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
-from mooncake.model.gpt import Mpt
+from mooncake.model.families.gpt import Mpt
+from mooncake.model.families.registry import DECODERS
 from mooncake.model.gpu_model import GpuModel, fitting_into
 from mooncake.model.llama import CausalLM
-from mooncake.model.load import DECODERS, load_model
+from mooncake.model.load import load_model
 from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import LatentAttention, ModelConfig, Routing
 from mooncake.page_groups import UNIFORM, PageGroups

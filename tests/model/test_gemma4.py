@@ -23,7 +23,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError, MooncakeError
 from mooncake.model.batch import ForwardBatch, NoHook
-from mooncake.model.gemma4 import Gemma4
+from mooncake.model.families.gemma4 import Gemma4
 from mooncake.model.load import load_model
 from mooncake.precision import FLOAT32, WeightFormat
 

@@ -19,9 +19,8 @@ from mooncake.gguf.file import GGUFFile
 from mooncake.kernels import choose_kernels, reference
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import quantise_rows
+from mooncake.model.families.registry import decoder_of
 from mooncake.model.layers import WeightsOnDemand
-from mooncake.model.load import DECODERS
-from mooncake.model.mamba import GraniteMamba
 from mooncake.model.weights import load_weights
 from mooncake.sampling_params import SamplingParams
 
@@ -111,7 +110,8 @@ def test_what_is_codes_in_the_file_stays_codes(name: str, tmp_path: Path) -> Non
         return stored[key]
 
     config = checkpoint.config
-    family = GraniteMamba if config.architecture == "granitemoehybrid" else DECODERS[config.architecture]
+    family = decoder_of(config)
+    assert family is not None
     family(config, WeightsOnDemand(stored, make, stored.codes, stored.experts), 64, choose_kernels())
     wide = [key for key in read if is_coded(stored, key)]
     assert [key for key in wide if not key.endswith(ROUTERS)] == [], "these became values"

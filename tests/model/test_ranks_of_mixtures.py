@@ -23,7 +23,7 @@ from mooncake.errors import ModelError
 from mooncake.kernels.cpu_panels import PanelExperts, PanelLinear
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
-from mooncake.model.gated import GatedDecoder
+from mooncake.model.families.gated import GatedDecoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model, load_part
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights

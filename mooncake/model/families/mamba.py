@@ -15,8 +15,8 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.gated import reordered_qkv
-from mooncake.model.hybrid import HybridDecoder
+from mooncake.model.families.gated import reordered_qkv
+from mooncake.model.families.hybrid import HybridDecoder
 from mooncake.model.rope import rotary_order
 
 Layer = TypeVar("Layer")

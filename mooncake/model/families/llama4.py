@@ -7,7 +7,7 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts
 from mooncake.model.decoder import Step
-from mooncake.model.routed import GlmMoe, Mixture
+from mooncake.model.families.routed import GlmMoe, Mixture
 
 
 class Llama4(GlmMoe):

@@ -11,9 +11,9 @@ from mooncake.families.gated import expert_names
 from mooncake.families.nemotron_h import published_layers
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step, activation
+from mooncake.model.families.mamba import Attention, MambaDecoder, StateSpace
+from mooncake.model.families.routed import choose_experts
 from mooncake.model.layers import MatricesOnDemand
-from mooncake.model.mamba import Attention, MambaDecoder, StateSpace
-from mooncake.model.routed import choose_experts
 
 
 @dataclass(frozen=True, slots=True)

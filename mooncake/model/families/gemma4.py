@@ -13,7 +13,7 @@ import torch
 
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.late_gemma import LateGemma, LayerInput
+from mooncake.model.families.late_gemma import LateGemma, LayerInput
 from mooncake.model.layers import vector
 
 

@@ -10,7 +10,7 @@ from mooncake.families.mixtures import SWIGLU_ALPHA, SWIGLU_LIMIT
 from mooncake.kernels import Experts, Linear
 from mooncake.kernels.reference import Bounds
 from mooncake.model.decoder import Step
-from mooncake.model.gated import GatedDecoder
+from mooncake.model.families.gated import GatedDecoder
 from mooncake.model.layers import of_rows
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
-from mooncake.model.routed import Mixture, Mlp, RoutedDecoder
+from mooncake.model.families.routed import Mixture, Mlp, RoutedDecoder
 
 
 @dataclass(frozen=True, slots=True)

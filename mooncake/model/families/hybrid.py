@@ -18,10 +18,10 @@ from mooncake.kernels.recurrent import RecurrentKernels
 from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.decoder import Step
-from mooncake.model.gated import GatedDecoder, Layer
+from mooncake.model.families.gated import GatedDecoder, Layer
+from mooncake.model.families.routed import Mlp, RoutedDecoder
 from mooncake.model.layers import of_rows, vector
 from mooncake.model.rope import heads_in_order, rotary_order
-from mooncake.model.routed import Mlp, RoutedDecoder
 from mooncake.model.states import States
 
 

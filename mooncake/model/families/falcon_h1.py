@@ -9,7 +9,7 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
-from mooncake.model.mamba import Attention, MambaDecoder, StateSpace
+from mooncake.model.families.mamba import Attention, MambaDecoder, StateSpace
 
 
 @dataclass(frozen=True, slots=True)

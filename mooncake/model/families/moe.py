@@ -13,7 +13,7 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.gated import GatedDecoder
+from mooncake.model.families.gated import GatedDecoder
 
 
 @dataclass(frozen=True, slots=True)

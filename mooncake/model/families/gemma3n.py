@@ -15,7 +15,7 @@ import torch
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Step
-from mooncake.model.late_gemma import LateGemma, LayerInput
+from mooncake.model.families.late_gemma import LateGemma, LayerInput
 
 _LEAST_POWER = 1e-5  # of a stream that is scaled to the first one's magnitude
 

@@ -11,7 +11,7 @@ import torch
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Step, activation, capped
-from mooncake.model.gated import Dense, reordered_qkv
+from mooncake.model.families.gated import Dense, reordered_qkv
 from mooncake.model.layers import vector
 
 

@@ -15,7 +15,7 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.gated import GatedDecoder, Layer, reordered_qkv
+from mooncake.model.families.gated import GatedDecoder, Layer, reordered_qkv
 from mooncake.model.layers import vector
 from mooncake.model.rope import heads_in_order, rotary_order
 from mooncake.model_config import ModelConfig

@@ -18,8 +18,8 @@ from mooncake.families.registry import OTHER_FAMILIES
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step, activation
-from mooncake.model.gated import reordered_qkv
-from mooncake.model.interleaved import interleaved_qkv
+from mooncake.model.families.gated import reordered_qkv
+from mooncake.model.families.interleaved import interleaved_qkv
 from mooncake.model.layers import vector
 from mooncake.model.rope import rotary_order
 

@@ -11,7 +11,7 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Decoder, Step
-from mooncake.model.gated import GatedDecoder, reordered_qkv
+from mooncake.model.families.gated import GatedDecoder, reordered_qkv
 from mooncake.model.layers import vector
 from mooncake.model.rope import rotary_order
 from mooncake.model_config import ModelConfig

@@ -15,8 +15,8 @@ import torch
 
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
+from mooncake.model.families.routed import Mixture, Mlp, RoutedDecoder
 from mooncake.model.rope import rotary_order
-from mooncake.model.routed import Mixture, Mlp, RoutedDecoder
 from mooncake.model_config import LatentAttention
 
 LATENT_EPS = 1e-6
