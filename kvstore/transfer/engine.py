@@ -21,7 +21,7 @@ from kvstore.transfer import protocol
 from kvstore.transfer.keyed import KeyedWire
 from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.link import RETRY_AFTER_S, Link
-from kvstore.transfer.rdma import RdmaTransport
+from kvstore.transfer.rdma.transport import RdmaTransport
 from kvstore.transfer.requests import (
     ReadRange,
     Request,

@@ -218,7 +218,7 @@ class SegmentServer:
         if "rdma" not in self._transports:
             return []
         try:
-            from kvstore.transfer.rdma_owner import RdmaExporter
+            from kvstore.transfer.rdma.owner import RdmaExporter
 
             return [RdmaExporter(self._segment.buffer, self._segment.block_bytes, self._grants.table)]
         except (PathFailed, ImportError) as error:

@@ -10,8 +10,8 @@ from pathlib import Path
 import commands
 import pytest
 
-from kvstore.transfer.rdma_find import VerbsUnavailable
-from kvstore.transfer.rdma_verbs import Device
+from kvstore.transfer.rdma.find import VerbsUnavailable
+from kvstore.transfer.rdma.verbs import Device
 from mooncake.app.bench import layout, rdma
 from mooncake.errors import ConfigError
 

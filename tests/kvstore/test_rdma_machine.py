@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.transfer.rdma_find import VerbsUnavailable, pyverbs
-from kvstore.transfer.rdma_verbs import Device
+from kvstore.transfer.rdma.find import VerbsUnavailable, pyverbs
+from kvstore.transfer.rdma.verbs import Device
 from mooncake.checkpoint import open_checkpoint
 from mooncake.model import load_model
 from mooncake.precision import FLOAT32

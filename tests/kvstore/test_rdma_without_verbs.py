@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.rdma_find import VerbsUnavailable
-from kvstore.transfer.rdma_memory import merge
-from kvstore.transfer.rdma_verbs import Device, Endpoint
+from kvstore.transfer.rdma.find import VerbsUnavailable
+from kvstore.transfer.rdma.memory import merge
+from kvstore.transfer.rdma.verbs import Device, Endpoint
 from kvstore.transfer.requests import ReadRange
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import ConfigError, NodeUnavailable

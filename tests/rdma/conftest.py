@@ -11,8 +11,8 @@ import pytest
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.rdma_find import VerbsUnavailable
-from kvstore.transfer.rdma_verbs import Device
+from kvstore.transfer.rdma.find import VerbsUnavailable
+from kvstore.transfer.rdma.verbs import Device
 from kvstore.transfer.server import SegmentServer
 
 BLOCK = 192 << 10

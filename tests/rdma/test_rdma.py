@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 
 from kvstore.pointers import address_of
-from kvstore.transfer import rdma_verbs
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.protocol import Operation, WireRange
-from kvstore.transfer.rdma import RdmaPath, RdmaTransport
-from kvstore.transfer.rdma_verbs import Endpoint, QueuePair, Status
+from kvstore.transfer.rdma import verbs
+from kvstore.transfer.rdma.transport import RdmaPath, RdmaTransport
+from kvstore.transfer.rdma.verbs import Endpoint, QueuePair, Status
 from kvstore.transfer.requests import ReadRange, WriteRange
 from kvstore.transfer.tcp import attach
 from kvstore.transfer.transport import Caller, PathFailed, Piece, Slice
@@ -295,13 +295,13 @@ def test_a_queue_pair_that_gets_no_acknowledgement_is_replaced_and_the_writer_is
     own: Any, transport: RdmaTransport, monkeypatch: pytest.MonkeyPatch
 ):
     owner, data, num_links = own(), noise(BLOCK), 0
-    retries = rdma_verbs._RETRIES
+    retries = verbs._RETRIES
 
     def attach_once_to_nobody(request: bytes, deadline: float) -> tuple[socket.socket, bytes]:
         nonlocal num_links
         num_links += 1
         sock, answer = attach(owner.address, Caller("tester", 1), "rdma", request, deadline)
-        monkeypatch.setattr(rdma_verbs, "_RETRIES", 1 if num_links == 1 else retries)  # soft RoCE takes 7 for endless
+        monkeypatch.setattr(verbs, "_RETRIES", 1 if num_links == 1 else retries)  # soft RoCE takes 7 for endless
         if num_links == 1:  # what is sent to this queue pair is lost
             there = Endpoint.unpack(answer[: Endpoint.SIZE])
             nobody = dataclasses.replace(there, queue_pair=there.queue_pair ^ 0x80_0000)

@@ -24,8 +24,8 @@ import numpy as np
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.rdma_find import VerbsUnavailable
-from kvstore.transfer.rdma_verbs import Device
+from kvstore.transfer.rdma.find import VerbsUnavailable
+from kvstore.transfer.rdma.verbs import Device
 from kvstore.transfer.requests import ReadRange, WriteRange
 from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench.peers.spawned import spawned

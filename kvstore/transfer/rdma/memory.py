@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvstore.pointers import address_of
 from kvstore.transfer.protocol import SLICE_BYTES
-from kvstore.transfer.rdma_verbs import Access, Device, Registration, VerbsFailed
+from kvstore.transfer.rdma.verbs import Access, Device, Registration, VerbsFailed
 from kvstore.transfer.transport import Slice
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvstore.pointers import address_of
 from kvstore.transfer.protocol import MAX_RANGES, Operation
-from kvstore.transfer.rdma_verbs import Access, Device, Endpoint, QueuePair, Registration, VerbsFailed
+from kvstore.transfer.rdma.verbs import Access, Device, Endpoint, QueuePair, Registration, VerbsFailed
 from kvstore.transfer.transport import PathFailed
 from mooncake.types import SegmentAddress
 

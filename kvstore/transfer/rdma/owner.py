@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from kvstore.pointers import address_of
 from kvstore.transfer.protocol import MAX_RANGES
-from kvstore.transfer.rdma_find import VerbsUnavailable
-from kvstore.transfer.rdma_link import (
+from kvstore.transfer.rdma.find import VerbsUnavailable
+from kvstore.transfer.rdma.link import (
     KEY,
     MESSAGE_BYTES,
     NO_WINDOW,
@@ -29,7 +29,7 @@ from kvstore.transfer.rdma_link import (
     REGION_TABLE,
     WINDOW_REQUEST,
 )
-from kvstore.transfer.rdma_verbs import (
+from kvstore.transfer.rdma.verbs import (
     Access,
     Completion,
     Device,

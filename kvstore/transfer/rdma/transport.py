@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from kvstore.pointers import address_of
 from kvstore.transfer.protocol import MAX_FRAME_BYTES, MAX_RANGES, Operation
-from kvstore.transfer.rdma_find import VerbsUnavailable
-from kvstore.transfer.rdma_link import FIRST_SLICE_TAG, NO_WINDOW, NOTICE_TAG, REFUSED, Attach, Link, LinkBroken
-from kvstore.transfer.rdma_memory import RegisteredMemory, Staging, merge
-from kvstore.transfer.rdma_verbs import (
+from kvstore.transfer.rdma.find import VerbsUnavailable
+from kvstore.transfer.rdma.link import FIRST_SLICE_TAG, NO_WINDOW, NOTICE_TAG, REFUSED, Attach, Link, LinkBroken
+from kvstore.transfer.rdma.memory import RegisteredMemory, Staging, merge
+from kvstore.transfer.rdma.verbs import (
     Completion,
     Device,
     QueuePair,

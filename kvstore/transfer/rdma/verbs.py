@@ -18,7 +18,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvstore.transfer.rdma_find import Verbs, VerbsUnavailable, find_port, gid_index, link_layer, pyverbs
+from kvstore.transfer.rdma.find import Verbs, VerbsUnavailable, find_port, gid_index, link_layer, pyverbs
 
 _CHANNEL_LINK = "anon_inode:[infinibandevent]"
 
