@@ -16,6 +16,8 @@ from mooncake.config import Config
 ROOT = Path(__file__).parents[1]
 GUIDES = sorted((ROOT / "deploy/docs").glob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "tests/bench").glob("*.md")), *GUIDES]
+FOLDERS = ("proto", "mooncake", "kvstore", "conductor", "prefill_node", "decode_node", "deploy", "tests")
+SOURCES = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.*")]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
@@ -39,6 +41,12 @@ def test_every_link_leads_somewhere(name: str) -> None:
         file = (page.parent / path).resolve() if path else page
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_source_that_is_named_exists(name: str) -> None:
+    named = set(re.findall(r"(?<![\w*])\w[\w/]*\.(?:py|cpp|proto)\b", (ROOT / name).read_text())) - {"llama.cpp"}
+    assert [path for path in named if not any(source.endswith(f"/{path}") for source in SOURCES)] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from conductor.ingress.answers import Job
 from conductor.ingress.choices import Extras
-from conductor.ingress.http_client import read_json_body
+from conductor.ingress.http_request import read_json_body
 from conductor.ingress.messages import TEMPLATE_ROLES, Conversation
 from conductor.ingress.openai_types import GenerationFields, R, decode_request, sampling_of, stop_strings
 from conductor.ingress.parsers.output_format import OutputFormat

@@ -20,8 +20,8 @@ from starlette.routing import Route
 from conductor.ingress.answers import Job, Piece
 from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, EchoWriter
 from conductor.ingress.event_stream import EventStream, StreamingAnswer
-from conductor.ingress.http_client import read_json_body, unless_gone, with_body
 from conductor.ingress.http_errors import guarded, json_response
+from conductor.ingress.http_request import read_json_body, unless_gone, with_body
 from conductor.ingress.intake import Call, Intake, guide_named
 from conductor.ingress.messages import Conversation, chat_messages
 from conductor.ingress.openai_answers import (

@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from conductor.ingress.answers import Job, Piece
 from conductor.ingress.event_stream import EventStream
-from conductor.ingress.http_client import unless_gone
+from conductor.ingress.http_request import unless_gone
 from conductor.ingress.pipeline import Pipeline
 
 

@@ -1,4 +1,4 @@
-"""Dealing with one HTTP client: reading its body within bounds, and noticing that it has disconnected."""
+"""One HTTP request as it arrives: its body, read within bounds, and whether its client is still there."""
 
 from __future__ import annotations
 
