@@ -207,7 +207,7 @@ def trace_stats(
     as_json: AsJson = False,
 ) -> None:
     """Show lengths, rates, and hit rates of LRU caches."""
-    from mooncake.app.show import show_trace
+    from mooncake.app.traces.stats import show_trace
 
     show_trace(trace, limit, as_json)
 

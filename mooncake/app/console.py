@@ -6,13 +6,14 @@ Results go to stdout, so that a pipe gets only them; progress and remarks go to 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import msgspec
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mooncake.client import RequestTimings
@@ -37,21 +38,29 @@ def remark(sentence: str) -> None:
     err.print(f"[dim]{escape(sentence)}[/]", soft_wrap=True)
 
 
+class Advance(Protocol):
+    def __call__(self, steps: int = 1, note: str = "") -> None:
+        """So many steps more are done; ``note`` is shown beside them."""
+        ...
+
+
 @contextmanager
-def counted(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal; call what it yields after each of ``total`` steps."""
+def counted(title: str, total: int, *columns: ProgressColumn) -> Iterator[Advance]:
+    """A progress bar of ``total`` steps on a terminal, with further ``columns``."""
     bar = Progress(
         TextColumn(title),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
+        *columns,
+        TextColumn("{task.fields[note]}"),
         console=err,
         transient=True,
         disable=not err.is_terminal,
     )
     with bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
+        task = bar.add_task("", total=total, note="")
+        yield lambda steps=1, note="": bar.update(task, advance=steps, note=note)
 
 
 def print_json(value: object) -> None:

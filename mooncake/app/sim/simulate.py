@@ -11,10 +11,10 @@ from pathlib import Path
 
 import msgspec
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
-from mooncake.app.console import PROSE_WIDTH, duration, err, out, plain_table, print_json
+from mooncake.app.console import PROSE_WIDTH, counted, duration, out, plain_table, print_json
 from mooncake.app.latency import Spread
 from mooncake.app.outputs import writing
 from mooncake.app.sim.arenas import use_huge_pages
@@ -83,28 +83,17 @@ def play(
     cluster: Cluster, trace: Sequence[TraceRequest], run: Run, title: str = "simulating"
 ) -> tuple[Simulation, float]:
     """Run to the end with a progress bar on a terminal. Returns the simulation and its wall time (s)."""
-    bar = Progress(
-        TextColumn(title),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        disable=not err.is_terminal,
-    )
     simulation = Simulation(cluster, trace, run)
     gc.collect()
     gc.freeze()  # the trace stays alive: the collector need not visit it
     thresholds = gc.get_threshold()
     gc.set_threshold(GARBAGE_EVERY, *thresholds[1:])
     started_s = time.perf_counter()
-    with bar:
-        task = bar.add_task("", total=len(trace))
+    with counted(title, len(trace), TimeRemainingColumn()) as advance:
 
         def progress(arrived: int) -> None:
-            if arrived % PROGRESS_EVERY == 0:
-                bar.update(task, completed=arrived)
+            if arrived and arrived % PROGRESS_EVERY == 0:
+                advance(PROGRESS_EVERY)
 
         simulation.run(progress)
     gc.set_threshold(*thresholds)

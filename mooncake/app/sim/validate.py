@@ -35,7 +35,7 @@ from mooncake.app.sim.summary import Summary
 from mooncake.app.sim.summary import summarize as summarize_simulation
 from mooncake.app.traces.files import load_any
 from mooncake.app.traces.replay import Replay, ReplayOptions, ReplayReport
-from mooncake.app.traces.replay_command import Meter
+from mooncake.app.traces.replay_command import metered
 from mooncake.app.traces.shapes import generate
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config
@@ -261,10 +261,9 @@ async def live(config: Config, options: Options, trace: list[TraceRequest]) -> t
 
         remark("ready; its nodes are measured, then the trace is replayed, then they are measured again")
         await calibrate("calibrating")
-        meter = Meter(len(trace))
         replay_options = ReplayOptions(tokens_per_block=options.tokens_per_block, seed=options.seed, concurrency=256)
-        with meter.shown():
-            report = await Replay(cluster.grpc_address, replay_options, meter.add).run(trace)
+        with metered(len(trace)) as add:
+            report = await Replay(cluster.grpc_address, replay_options, add).run(trace)
         await calibrate("calibrating once more")
         await served.close()
     bad = [result for result in report.results if result.outcome is not Outcome.OK]

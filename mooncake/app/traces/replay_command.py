@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from mooncake.app.cluster.role_main import run_async, unless_stopped
-from mooncake.app.console import duration, err, out, plain_table
+from mooncake.app.console import counted, duration, err, out, plain_table
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult, Spread
 from mooncake.app.reach import telling_what_to_do
@@ -35,14 +35,14 @@ def replay_trace(
     if output.plots is not None:
         require("matplotlib", "plots", "--plots")
     trace = [scale(request, options.tokens_per_block, max_output) for request in load_trace(path, limit)]
-    meter = Meter(len(trace))
-    replay = Replay(address, options, meter.add)
     complete = True
-    try:
-        with telling_what_to_do(address), meter.shown():
-            run_async(unless_stopped(replay.run(trace)))
-    except Cancelled:
-        complete = False
+    with metered(len(trace)) as add:
+        replay = Replay(address, options, add)
+        try:
+            with telling_what_to_do(address):
+                run_async(unless_stopped(replay.run(trace)))
+        except Cancelled:
+            complete = False
     report = replay.report(trace)
     print_report(report)
     if output.requests is not None:
@@ -59,31 +59,18 @@ def replay_trace(
         raise NodeUnavailable("no request was answered")
 
 
-class Meter:
-    """A progress bar over the results so far."""
+@contextmanager
+def metered(total: int) -> Iterator[Callable[[RequestResult], None]]:
+    """A progress bar over results, for each of which it yields what to call."""
+    ended = dict.fromkeys(Outcome, 0)
+    with counted("replaying", total) as advance:
 
-    def __init__(self, total: int) -> None:
-        self._ended = dict.fromkeys(Outcome, 0)
-        self._progress = Progress(
-            TextColumn("replaying"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}"),
-            console=err,
-            transient=True,
-            disable=not err.is_terminal,
-        )
-        self._task = self._progress.add_task("", total=total, note="")
+        def add(result: RequestResult) -> None:
+            ended[result.outcome] += 1
+            note = " · ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in ended.items() if count)
+            advance(note=note)
 
-    def shown(self) -> Progress:
-        """A context in which the bar is shown."""
-        return self._progress
-
-    def add(self, result: RequestResult) -> None:
-        self._ended[result.outcome] += 1
-        note = " · ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in self._ended.items() if count)
-        self._progress.update(self._task, advance=1, note=note)
+        yield add
 
 
 def print_report(report: ReplayReport) -> None:
