@@ -18,7 +18,7 @@ from conductor.placement.pending_native import new_pending_prefixes
 from conductor.placement.policies import DEFAULT_POLICY, POLICIES, Policy
 from conductor.placement.policies.milliseconds import milliseconds
 from conductor.placement.predict import Breakdown, Prediction, explain
-from conductor.placement.search import NativeSearch, load_search
+from conductor.placement.search_native import NativeSearch, load_search
 from conductor.placement.view import NONE, Choice, PlacementQuery, RequestFacts, Shape
 from conductor.registry import NodeInfo
 from mooncake.errors import NodeUnavailable, Overloaded
