@@ -21,10 +21,10 @@ from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
 from mooncake.adapters import parse_adapters
 from mooncake.addresses import join_address
-from mooncake.alike import node_settings
 from mooncake.api_keys import ApiKeys
 from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.common_settings import node_settings
 from mooncake.config import Config
 from mooncake.directory import Directory
 from mooncake.errors import MooncakeError

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvstore.node import StoreNode
-from mooncake.alike import block_settings
 from mooncake.app.cluster.role_main import run_role
 from mooncake.checkpoint import open_checkpoint
+from mooncake.common_settings import block_settings
 from mooncake.config import Config
 
 

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstore.ahead import SlotsAhead
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import OWN, BlockName, Grant, Held
 from kvstore.saving import Saving
+from kvstore.slots_ahead import SlotsAhead
 from kvstore.ssd.stall import RECHECK_S
 from kvstore.ssd.tier import SsdTier
 from kvstore.tiers import promotion

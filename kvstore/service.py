@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import grpc
 
-from kvstore.ahead import Committed
 from kvstore.block_names import checked_key, checked_parent, checked_tenant
 from kvstore.checksum import checksums_from_wire, checksums_to_wire
 from kvstore.index.types import OWN, BlockName, Grant, LeasedBlock, Offer
+from kvstore.slots_ahead import Committed
 from kvstore.store import Store
 from kvstore.writing import Sealing, Wanted
 from mooncake.errors import InvalidRequest

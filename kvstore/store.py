@@ -1,6 +1,6 @@
 """One store: keeps the DRAM index, the SSD under it, the grants on the segment's slots, and the events in step.
 
-Blocks get in by ``writing`` and ``ahead``, and to the SSD and back by ``saving`` and ``promoting``; this module
+Blocks get in by ``writing`` and ``slots_ahead``, and to the SSD and back by ``saving`` and ``promoting``; this module
 combines them. Everything runs on one event loop, except what takes long (checksums of large seals, and the disk), which
 runs in threads. It knows nothing of gRPC, sockets or nodes.
 """
@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.ahead import NEAR_AHEAD, WIRE, SlotsAhead
 from kvstore.board import Board
 from kvstore.eviction import EvictionPolicy
 from kvstore.index.store_index import StoreIndex
@@ -23,6 +22,7 @@ from kvstore.promoting import Promoting
 from kvstore.recomputed import Recomputed
 from kvstore.saving import Saving
 from kvstore.segment import Segment
+from kvstore.slots_ahead import NEAR_AHEAD, WIRE, SlotsAhead
 from kvstore.ssd.record import PAGE, padded
 from kvstore.ssd.tier import CLOSE_TIMEOUT_S, SsdTier
 from kvstore.tiers import Demotion, TierRules, Worth, tier_events

@@ -18,9 +18,9 @@ import contextlib
 import os
 import time
 
-from kvstore.ahead import WIRE, Committed
 from kvstore.block_names import checked_key, checked_parent, checked_tenant
 from kvstore.index.types import BlockName, Grant
+from kvstore.slots_ahead import WIRE, Committed
 from kvstore.store import Store
 from kvstore.transfer.native_owner import MAX_AHEAD, Landed
 from kvstore.transfer.protocol import Status

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.ahead import SlotsAhead
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import BlockName, Grant, Offer, Reserved
 from kvstore.recomputed import Recomputed
 from kvstore.saving import Saving
 from kvstore.segment import Segment
+from kvstore.slots_ahead import SlotsAhead
 from kvstore.tiers import Worth
 from kvstore.transfer.server import SegmentServer
 from mooncake.errors import OutOfBlocks

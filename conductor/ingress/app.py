@@ -19,11 +19,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from conductor.api import AdapterLoading, Generator
+from conductor.ingress.absent_paths import refused_because
 from conductor.ingress.access import KeyMiddleware
 from conductor.ingress.adapters_api import AdaptersApi
 from conductor.ingress.anthropic import MESSAGES, MessagesApi, refusal
 from conductor.ingress.edge import EdgeMiddleware
-from conductor.ingress.elsewhere import refused_because
 from conductor.ingress.event_stream import KEEP_ALIVE_S
 from conductor.ingress.grpc import SERVICE, InferenceService
 from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_response, guarded, json_response

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from conductor.ingress.arriving import ArrivingBodies
+from conductor.ingress.arriving_bodies import ArrivingBodies
 from conductor.ingress.http_errors import error_response
 from mooncake.errors import Cancelled, Overloaded
 

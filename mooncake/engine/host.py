@@ -15,8 +15,8 @@ from collections import Counter
 import torch
 
 from mooncake.adapters import AdapterTable, open_adapters, parse_adapters
-from mooncake.alike import node_settings
 from mooncake.checkpoint import Checkpoint
+from mooncake.common_settings import node_settings
 from mooncake.config import Config, EngineSection
 from mooncake.engine.backend import Backend, open_for_node
 from mooncake.engine.configured import backend_spec, engine_config, open_drafter, plan_cache, read_variant

@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from conductor.ingress.arriving import PATIENCE_S, ArrivingBodies
+from conductor.ingress.arriving_bodies import PATIENCE_S, ArrivingBodies
 from conductor.ingress.http_errors import BodyGaveWay
 from conductor.ingress.http_server import ConnectionLimits, HttpServer
 

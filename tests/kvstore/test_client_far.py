@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.ahead import WIRE
 from kvstore.board import Board
 from kvstore.checksum import range_checksums
 from kvstore.client.far import MAX_CONNECTIONS, FarStore
 from kvstore.index.types import BlockName, Grant
 from kvstore.node import StoreNode, hear_again_s
 from kvstore.segment import Segment
+from kvstore.slots_ahead import WIRE
 from kvstore.store import Sealed, Store
 from kvstore.transfer import protocol
 from kvstore.transfer.engine import TransferEngine

@@ -18,7 +18,6 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvstore.ahead import WIRE
 from kvstore.board import Board
 from kvstore.board_door import BoardDoor
 from kvstore.board_reader import BoardReader, Outcome
@@ -26,6 +25,7 @@ from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
 from kvstore.index.types import BlockName, Grant, Lease
 from kvstore.segment import Segment
+from kvstore.slots_ahead import WIRE
 from kvstore.ssd.tier import SsdTier
 from kvstore.store import Store
 from kvstore.tiers import TierRules
