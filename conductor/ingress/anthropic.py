@@ -40,10 +40,11 @@ from conductor.ingress.anthropic_types import (
     Turn,
 )
 from conductor.ingress.event_stream import StreamingAnswer, event_frame
+from conductor.ingress.generation_fields import JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.http_errors import error_headers, guarded, json_response
 from conductor.ingress.intake import Intake, warning
 from conductor.ingress.messages import Conversation, content_text
-from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
+from conductor.ingress.openai_types import ContentPart
 from conductor.ingress.parsers.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.prompts import check_count
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of

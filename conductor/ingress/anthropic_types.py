@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from conductor.ingress.openai_types import GenerationFields
+from conductor.ingress.generation_fields import GenerationFields
 
 # ---------------------------------------------------------------- requests
 

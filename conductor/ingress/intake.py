@@ -17,13 +17,14 @@ from starlette.requests import Request
 
 from conductor.ingress.answers import Job
 from conductor.ingress.choices import Extras
+from conductor.ingress.generation_fields import GenerationFields, sampling_of, stop_strings
 from conductor.ingress.http_request import read_json_body
 from conductor.ingress.messages import TEMPLATE_ROLES, Conversation
-from conductor.ingress.openai_types import GenerationFields, R, decode_request, sampling_of, stop_strings
 from conductor.ingress.parsers.output_format import OutputFormat
 from conductor.ingress.parsers.reasoning import Start
 from conductor.ingress.pipeline import Pipeline
 from conductor.ingress.prompts import Keep
+from conductor.ingress.request_json import R, decode_request
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling import SamplingParams, ThinkingBudget
 from mooncake.types import TokenIds

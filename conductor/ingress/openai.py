@@ -20,6 +20,7 @@ from starlette.routing import Route
 from conductor.ingress.answers import Job, Piece
 from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, EchoWriter
 from conductor.ingress.event_stream import EventStream, StreamingAnswer
+from conductor.ingress.generation_fields import sampling_of
 from conductor.ingress.http_errors import guarded, json_response
 from conductor.ingress.http_request import read_json_body, unless_gone, with_body
 from conductor.ingress.intake import Call, Intake, guide_named
@@ -37,12 +38,11 @@ from conductor.ingress.openai_types import (
     ChatRequest,
     CompletionRequest,
     Message,
-    decode_request,
-    sampling_of,
     template_variables,
 )
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES
 from conductor.ingress.prompts import Keep
+from conductor.ingress.request_json import decode_request
 from conductor.ingress.tools import Tools, tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.types import TokenIds

@@ -23,11 +23,12 @@ from starlette.routing import Route
 from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.choices import Extras, content_logprob
 from conductor.ingress.event_stream import StreamingAnswer, event_frame
+from conductor.ingress.generation_fields import JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.http_errors import NoSuchRoute, guarded, json_response
 from conductor.ingress.intake import WARNING_HEADER, Call, Intake
 from conductor.ingress.messages import Conversation, content_text
 from conductor.ingress.openai_answers import ContentLogprob
-from conductor.ingress.openai_types import ContentPart, JsonSchema, ResponseFormat, chosen_variables
+from conductor.ingress.openai_types import ContentPart
 from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
 from conductor.ingress.prompts import MAX_MESSAGES
 from conductor.ingress.responses_types import (

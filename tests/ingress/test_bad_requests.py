@@ -17,9 +17,9 @@ from conductor.ingress.openai_types import (
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
-    decode_request,
 )
 from conductor.ingress.prompts import MAX_MESSAGES
+from conductor.ingress.request_json import decode_request
 from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc

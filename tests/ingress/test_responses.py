@@ -9,7 +9,7 @@ import openai
 import pytest
 import pytest_asyncio
 
-from conductor.ingress.openai_types import decode_request
+from conductor.ingress.request_json import decode_request
 from conductor.ingress.responses import MAX_ITEMS, input_messages
 from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.errors import NodeUnavailable
