@@ -56,6 +56,7 @@ class DecodeRole:
             advertise=config.node.advertise,
         )
         self.receiver = Receiver(host.thread, self._segment_server, host.mirror, layout)
+        self._servicer = DecodeServicer(host, self.receiver, self.hook, self._segment_server)
         self._rests_per_step = 1 / config.node.decode_share - 1
         self._most_s = config.conductor.tbt_limit_ms / 1e3 or math.inf  # from one step to the next
 
@@ -63,7 +64,6 @@ class DecodeRole:
         """Export the segment and add the service. Raises ConfigError for unavailable transports."""
         self._segment_server.start()
         self._writeback.start()
-        self._servicer = DecodeServicer(self._host, self.receiver, self.hook, self._segment_server.address)
         server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self._servicer, "mooncake.v1.Decode")
 
     def rest_after_s(self, step_s: float) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 from decode_node.handoff import Handoff, HandoffState
 from decode_node.receiver import Receiver
 from decode_node.writeback_hook import WriteBackHook
+from kvstore.transfer.server import SegmentServer
 from mooncake.engine.contract import StepOutput
 from mooncake.engine.host import EngineHost
 from mooncake.engine.sequence import Sequence
@@ -25,17 +26,16 @@ from mooncake.rpc.convert import (
     tokens_from_wire,
 )
 from mooncake.rpc.server import CleanUps, remaining_s
-from mooncake.types import SegmentAddress
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def __init__(
-        self, host: EngineHost, receiver: Receiver, writeback_hook: WriteBackHook, address: SegmentAddress
+        self, host: EngineHost, receiver: Receiver, writeback_hook: WriteBackHook, segment_server: SegmentServer
     ) -> None:
         self._host = host
         self._receiver = receiver
         self._writeback_hook = writeback_hook
-        self._address = address
+        self._segment_server = segment_server
         self.num_running = 0
         self._clean_ups = CleanUps()
         self._request_timeout_s = host.config.conductor.request_timeout_s
@@ -65,7 +65,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         wait_s = remaining_s(context, self._request_timeout_s)
         handoff = await self._receiver.open(request.handoff_id, request.epoch, request.writer_id, wait_s)
         return pb.OpenHandoffResponse(
-            segment=segment_to_wire(self._address), first_block=handoff.first_block, block_ids=handoff.block_ids
+            segment=segment_to_wire(self._segment_server.address),
+            first_block=handoff.first_block,
+            block_ids=handoff.block_ids,
         )
 
     async def CommitHandoff(self, request: pb.CommitHandoffRequest, context: Any) -> pb.CommitHandoffResponse:  # noqa: N802
