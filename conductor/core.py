@@ -19,7 +19,7 @@ from conductor.control.replica_manager import ReplicaManager
 from conductor.control.role_requests import RoleRequests
 from conductor.control.role_switcher import RoleSwitcher
 from conductor.dispatch.dispatcher import Dispatcher
-from conductor.dispatch.placer import ModelFacts
+from conductor.model_facts import ModelFacts
 from conductor.placement.cost import CostModel
 from conductor.placement.fleet import Fleet
 from conductor.prefixes.index import PrefixIndex

@@ -8,31 +8,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 from conductor.api import DRAIN_S
 from conductor.core import Core
-from conductor.dispatch.placer import ModelFacts
 from conductor.ingress.access import KeyInterceptor
 from conductor.ingress.app import Ingress
+from conductor.model_facts import longest_sequence, model_facts
 from conductor.placement.calibration import read_calibration
-from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
-from mooncake.adapters import parse_adapters
 from mooncake.addresses import join_address
 from mooncake.api_keys import ApiKeys
 from mooncake.block_size import block_size_advice
-from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.common_settings import node_settings
+from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config
 from mooncake.directory import Directory
 from mooncake.errors import MooncakeError
-from mooncake.hashing import kv_fingerprint
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.rpc.server import RpcServer
 from mooncake.tls import check_tls, server_credentials
-from mooncake.types import Role
 
 log = logging.getLogger(__name__)
 
@@ -112,42 +106,3 @@ class ConductorNode:
             await self._server.stop(STOP_GRACE_S)
         if self._core is not None:
             await self._core.stop()
-
-
-def longest_sequence(config: Config, checkpoint: Checkpoint, pages_of: Callable[[Role], int]) -> Callable[[], int]:
-    """Returns the tokens of the longest sequence that nodes of either role can hold, from the pages of the largest one
-    (0 while unknown): an answer that has to go on elsewhere is computed as a prompt first. Layers with windows need few
-    pages of a long one, and where layers are in several groups, each takes pages of its own."""
-    groups, context = config.page_groups(checkpoint.config), checkpoint.config.context(config.model.max_model_len)
-
-    @lru_cache
-    def longest(num_pages: int, chunk_tokens: int) -> int:
-        return groups.max_model_len(num_pages, chunk_tokens or context, config.block.tokens, context)
-
-    def capacity_tokens() -> int:
-        chunks = {Role.PREFILL: config.prefill.chunk_tokens, Role.DECODE: config.decode.chunk_tokens}
-        known = [(pages, chunks[role]) for role in chunks if (pages := pages_of(role))]
-        return min((longest(*each) for each in known), default=0)
-
-    return capacity_tokens
-
-
-def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
-    precision = config.precision(checkpoint.coding)
-    groups = config.page_groups(checkpoint.config)
-    block = checkpoint.kv_layout(config.block.tokens, precision.kv_dtype, config.model.keep_hidden)
-    layout = groups.page_layout(block)
-    return ModelFacts(
-        kv_fingerprint=kv_fingerprint(precision.identity(checkpoint.digest), layout, groups.name),
-        shape=Shape(
-            block_tokens=config.block.tokens,
-            block_bytes=layout.block_bytes * max(groups.windows.count(0), 1),  # what grows with a prompt
-            num_layers=layout.num_layers,
-            chunk_tokens=config.prefill.chunk_tokens,
-        ),
-        eos_ids=checkpoint.config.eos_ids,
-        max_model_len=checkpoint.config.context(config.model.max_model_len),
-        settings=node_settings(config, checkpoint),
-        page_bytes=layout.block_bytes,
-        names=frozenset((config.model.name or checkpoint.name, *parse_adapters(config.model.adapters))),
-    )

@@ -18,7 +18,8 @@ CORE = {"mooncake", "mooncake.rpc"}
 COMPUTE = {"mooncake.kernels", "mooncake.model", "mooncake.engine"}
 FACTS = {f"conductor.{name}" for name in ("arrays", "native", "registry", "stats")}  # what its parts decide with
 CONDUCTOR = FACTS | {
-    f"conductor.{name}" for name in ("api", "prefixes", "placement", "admission", "dispatch", "control", "ingress")
+    f"conductor.{name}"
+    for name in ("api", "prefixes", "placement", "model_facts", "admission", "dispatch", "control", "ingress")
 }
 ALLOWED: dict[str, set[str]] = {
     "mooncake": {"mooncake.rpc"},
@@ -36,7 +37,10 @@ ALLOWED: dict[str, set[str]] = {
     "conductor.prefixes": CORE | FACTS,
     "conductor.placement": CORE | FACTS | {"conductor.prefixes"},
     "conductor.admission": CORE | FACTS | {"conductor.placement"},
-    "conductor.dispatch": CORE | FACTS | {"conductor.api", "conductor.placement", "conductor.admission"},
+    "conductor.model_facts": CORE | {"conductor.placement"},
+    "conductor.dispatch": CORE
+    | FACTS
+    | {"conductor.api", "conductor.model_facts", "conductor.placement", "conductor.admission"},
     "conductor.control": CORE | FACTS | {"conductor.prefixes", "conductor.placement"},
     "conductor.ingress": CORE | {"conductor.api", "conductor.stats"},
     "conductor": CORE | CONDUCTOR,

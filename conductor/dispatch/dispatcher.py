@@ -25,9 +25,10 @@ from conductor.dispatch.lifecycle import RequestState, handoff_lifecycle
 from conductor.dispatch.merge import Merger
 from conductor.dispatch.node_requests import NodeRequests, node_requests
 from conductor.dispatch.node_wait import NodeWait
-from conductor.dispatch.placer import ModelFacts, NodesLacking, Placer
+from conductor.dispatch.placer import NodesLacking, Placer
 from conductor.dispatch.request_progress import RequestProgress
 from conductor.dispatch.retry import Failure, incarnations
+from conductor.model_facts import ModelFacts
 from conductor.placement.bookings import Booking
 from conductor.placement.fleet import Fleet
 from conductor.placement.scheduler import Placement

@@ -7,16 +7,16 @@ ruled out, and a local prefill on the decode node is considered.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from conductor.dispatch.request_progress import RequestProgress
 from conductor.dispatch.retry import incarnations
+from conductor.model_facts import ModelFacts
 from conductor.placement.fleet import Fleet
 from conductor.placement.local_prefill import local_prefill
 from conductor.placement.policies import POLICIES, Policy
 from conductor.placement.scheduler import Placement, PlacementScheduler, check_time
-from conductor.placement.view import PlacementQuery, RequestFacts, Shape
+from conductor.placement.view import PlacementQuery, RequestFacts
 from conductor.stats import DispatchStats
 from mooncake.config import Config
 from mooncake.errors import ConfigError, NodeUnavailable, Overloaded
@@ -25,20 +25,6 @@ from mooncake.hashing import prepare as prepare_hashing
 from mooncake.types import Role
 
 NodesLacking = Callable[[str], frozenset[int]]  # by an adapter's digest: incarnations of nodes that do not have it
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the conductor needs to know of the model: the seed of block names, block sizes, the end-of-sequence ids, and
-    what it compares nodes with."""
-
-    kv_fingerprint: str
-    shape: Shape
-    eos_ids: tuple[int, ...]
-    max_model_len: int = 0  # tokens of prompt plus answer; 0: not said
-    settings: Mapping[str, str] = field(default_factory=dict)  # that nodes must have in common
-    page_bytes: int = 0  # that a store's slot must hold
-    names: frozenset[str] = frozenset()  # by which requests name the model and its configured adapters
 
 
 class Placer:

@@ -18,7 +18,7 @@ from waiting import until
 
 from conductor.api import Delta, InferenceRequest
 from conductor.core import Core
-from conductor.dispatch.placer import ModelFacts
+from conductor.model_facts import ModelFacts
 from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
 from kvstore.metadata.memory import MemoryDirectory

@@ -6,7 +6,7 @@ import asyncio
 import time
 
 from conductor.core import Core
-from conductor.dispatch.placer import ModelFacts
+from conductor.model_facts import ModelFacts
 from conductor.placement.view import Shape
 from conductor.registry import NodeInfo
 from kvstore.metadata.memory import MemoryDirectory

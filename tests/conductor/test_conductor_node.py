@@ -13,7 +13,8 @@ from certificates import make_certificate
 from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
-from conductor.node import ConductorNode, model_facts
+from conductor.model_facts import model_facts
+from conductor.node import ConductorNode
 from mooncake.app.cluster.directory import open_directory
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config

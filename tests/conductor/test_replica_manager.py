@@ -10,7 +10,7 @@ from store_alone import connect_store
 from waiting import until
 
 from conductor.core import Core
-from conductor.dispatch.placer import ModelFacts
+from conductor.model_facts import ModelFacts
 from conductor.placement.view import RequestFacts, Shape
 from conductor.registry import NodeInfo
 from kvstore.checksum import range_checksums

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from conductor.core import Core
-from conductor.dispatch.placer import ModelFacts
+from conductor.model_facts import ModelFacts
 from conductor.placement.view import Shape
 from conductor.registry import NodeInfo
 from kvstore.metadata.memory import MemoryDirectory

@@ -18,7 +18,7 @@ from store_alone import connect_store
 from tiny_lora import activated, write_adapter
 from tiny_model import write_tiny_model
 
-from conductor.node import model_facts
+from conductor.model_facts import model_facts
 from mooncake.adapters import open_adapter
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint

@@ -13,7 +13,7 @@ from drive import ask, status, wait_idle
 from reference import check_greedy
 from store_alone import connect_store
 
-from conductor.node import model_facts
+from conductor.model_facts import model_facts
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config

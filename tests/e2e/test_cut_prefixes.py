@@ -16,7 +16,7 @@ from drive import Answer, ask, status, wait_idle
 from reference import check_greedy
 from store_alone import connect_store
 
-from conductor.node import model_facts
+from conductor.model_facts import model_facts
 from kvstore.client.store_client import StoreClient
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint

@@ -12,7 +12,7 @@ import pytest
 from redis_process import RedisProcess
 
 from conductor.core import Core
-from conductor.dispatch.placer import ModelFacts
+from conductor.model_facts import ModelFacts
 from conductor.placement.view import Shape
 from conductor.registry import NodeInfo, NodeLoad, NodeState
 from kvstore.metadata.redis import RedisDirectory
