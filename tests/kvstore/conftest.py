@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from fork_server import ForkServer
 
+from kvstore.transfer.engine import TransferEngine
 from mooncake.types import SegmentAddress
 
 ACTOR = Path(__file__).with_name("actor.py")
@@ -86,6 +87,20 @@ def start_actor(actors: ForkServer) -> Iterator[Callable[..., Actor]]:
     yield start
     for actor in started:
         actor.end()
+
+
+@pytest.fixture
+def engine_over() -> Iterator[Callable[..., TransferEngine]]:
+    """``engine_over("tcp", streams=1)``: a transfer engine, closed at the end."""
+    engines: list[TransferEngine] = []
+
+    def make(*transports: object, **options: object) -> TransferEngine:
+        engines.append(TransferEngine("tester", transports, **options))  # type: ignore[arg-type]
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
 
 
 @pytest.fixture

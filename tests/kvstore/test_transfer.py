@@ -52,19 +52,6 @@ def own(start_actor: Callable[..., object]) -> Callable[..., object]:
     return start
 
 
-@pytest.fixture
-def engine_over() -> Iterator[Callable[..., TransferEngine]]:
-    engines: list[TransferEngine] = []
-
-    def make(*transports: str, **options: object) -> TransferEngine:
-        engines.append(TransferEngine("tester", transports, **options))  # type: ignore[arg-type]
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
-
-
 WAYS = [("shm", "127.0.0.1", 2), ("tcp", "127.0.0.1", 1), ("tcp", "127.0.0.1", 3), ("tcp", "::1", 2)]
 
 

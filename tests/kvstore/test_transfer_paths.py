@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +18,6 @@ import pytest
 
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
-from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.fake import FakeRail, FakeTransport
 from kvstore.transfer.requests import ReadRange, Request, TransferStatus, WriteRange
 from kvstore.transfer.server import SegmentServer
@@ -59,19 +58,6 @@ def peer() -> Peer:
 @pytest.fixture
 def data() -> Memory:
     return np.random.default_rng(0).integers(0, 256, (NUM, BLOCK), dtype=np.uint8)
-
-
-@pytest.fixture
-def engine_over() -> Iterator[Callable[..., TransferEngine]]:
-    engines: list[TransferEngine] = []
-
-    def make(*transports: object, **options: object) -> TransferEngine:
-        engines.append(TransferEngine("tester", transports, **options))  # type: ignore[arg-type]
-        return engines[-1]
-
-    yield make
-    for engine in engines:
-        engine.close()
 
 
 def writes(data: Memory, *blocks: int) -> list[WriteRange]:
