@@ -330,6 +330,8 @@ def _refusing_what_cannot_be_sent() -> Iterator[None]:
     """Converts errors of protobuf and gRPC about values that cannot be sent, or a closed channel, into ours."""
     try:
         yield
+    except InvalidRequest:
+        raise
     except (TypeError, ValueError) as error:
         if str(error).startswith("Cannot invoke RPC"):  # gRPC's words for a channel that is closed
             raise InvalidRequest("this client is closed") from None

@@ -64,8 +64,9 @@ class CallerError(MooncakeError):
     code = "invalid_request"
 
 
-class InvalidRequest(CallerError):
-    """A value is malformed or out of range. ``param`` names the offending field, if one field is to blame."""
+class InvalidRequest(CallerError, ValueError):
+    """A value is malformed or out of range. ``param`` names the offending field, if one field is to blame. (A
+    ValueError too: it is what Python's callers catch.)"""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)

@@ -153,6 +153,8 @@ def _grammar(guide: Guide) -> str:
             case GuideKind.GRAMMAR:
                 check_grammar(guide.text)
                 return grammar_from("grammar", guide.text)
+    except InvalidRequest:
+        raise
     except (ValueError, TypeError, RecursionError) as error:
         raise InvalidRequest(f"the {guide.kind} guide is not valid: {_sentence(str(error))}", "guide") from None
 

@@ -299,6 +299,8 @@ class LLM:
     def _encode(self, prompt: object) -> TokenIds:
         try:
             ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt)
+        except InvalidRequest:
+            raise
         except ValueError:  # lists of different lengths
             ids = np.empty((0, 0))
         if ids.shape == (0,):

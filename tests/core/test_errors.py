@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from mooncake.client import Client
 from mooncake.errors import HandoffFailed, InternalError, OutOfMemory, RetryElsewhere, as_ours, lacks_memory
+from mooncake.sampling_params import SamplingParams
 
 FAR_TOO_MUCH = 1 << 60
 
@@ -58,3 +60,9 @@ def test_other_foreign_errors_are_bugs_and_ours_stay_what_they_are() -> None:
         assert isinstance(as_ours(error, "the engine"), InternalError)
     ours = HandoffFailed("it was not announced")
     assert as_ours(ours, "the engine") is ours
+
+
+def test_a_client_says_why_it_refuses_a_request_in_its_own_words() -> None:
+    """It is a ValueError, as Python's callers expect, and no error of what gRPC cannot send."""
+    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match=r"^detokenize is always true over gRPC"):
+        client.generate("Hello", sampling=SamplingParams(detokenize=False))
