@@ -55,14 +55,15 @@ from mooncake.llm_inputs import (
     one_each,
     priority_list,
     prompt_list,
+    template_variables,
     warn_of_spelled_control,
 )
+from mooncake.llm_tokenizer import LLMTokenizer, RenderedChat
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
 from mooncake.sampling import SamplingParams as EngineSampling
 from mooncake.sampling import check_type
 from mooncake.sampling_params import BeamSearchParams, SamplingParams
 from mooncake.text.detokenizer import TextAssembler, bad_word_tokens
-from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds
 
 log = logging.getLogger(__name__)
@@ -196,9 +197,9 @@ class LLM:
         """Forget all cached blocks, so that the next prompt is computed as a whole."""
         self.engine.drop_cached()
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's, in this project's form: ``encode``, ``encode_chat``, ``decode``."""
-        return self.tokenizer
+    def get_tokenizer(self) -> LLMTokenizer:
+        """The model's, by the names of transformers: ``encode``, ``apply_chat_template``, ``decode``, …"""
+        return LLMTokenizer(self.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Used where no ``sampling_params`` are given, including what the model's generation_config.json says. Change
@@ -226,8 +227,8 @@ class LLM:
         """
         self._check_open()
         given = prompt_list(prompts)
-        warn_of_spelled_control(given, self.tokenizer)
-        token_ids = [self._encode(prompt) for prompt in given]
+        warn_of_spelled_control([each for each in given if not isinstance(each, RenderedChat)], self.tokenizer)
+        token_ids = [self._encode(prompt.token_ids if isinstance(prompt, RenderedChat) else prompt) for prompt in given]
         self._load_new(lora_request)
         places = adapter_places(adapter, lora_request, len(given), self._adapters)
         completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)
@@ -257,11 +258,7 @@ class LLM:
         InvalidRequest where the template has no place for tools.
         """
         self._check_open()
-        if tools and not self.tokenizer.takes_tools:
-            raise InvalidRequest("the model's chat template has no place for tools", "tools")
-        variables = dict(chat_template_kwargs or {}) | ({"tools": list(tools)} if tools else {})
-        if not add_generation_prompt:
-            variables["add_generation_prompt"] = False
+        variables = template_variables(self.tokenizer, tools, chat_template_kwargs, add_generation_prompt)
         conversations = conversation_list(messages)
         token_ids = [self.tokenizer.encode_chat(each, variables, continue_final_message) for each in conversations]
         self._load_new(lora_request)

@@ -154,6 +154,21 @@ def _content(content: object) -> str:
     return "\n".join(map(str, texts))
 
 
+def template_variables(
+    tokenizer: Tokenizer,
+    tools: Sequence[Mapping[str, object]] | None,
+    others: Mapping[str, object] | None,
+    add_generation_prompt: bool,
+) -> dict[str, object]:
+    """What a chat template reads beside the messages. Raises InvalidRequest for tools that it does not take."""
+    if tools and not tokenizer.takes_tools:
+        raise InvalidRequest("the model's chat template has no place for tools", "tools")
+    if isinstance(tools, Mapping) or not all(isinstance(tool, Mapping) for tool in tools or ()):
+        raise InvalidRequest('tools are a list of {"type": "function", "function": {"name": …}}', "tools")
+    variables = dict(others or {}) | ({"tools": list(tools)} if tools else {})
+    return variables if add_generation_prompt else variables | {"add_generation_prompt": False}
+
+
 def one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """Sampling for each prompt. Raises InvalidRequest for another number of them, or for something else."""
     samplings = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)

@@ -145,6 +145,11 @@ class Tokenizer:
         ids = self.encode_more(text)
         return int(ids[0]) if len(ids) == 1 else None
 
+    def token_id(self, name: str) -> int | None:
+        """The token of this name in the vocabulary; None where there is none."""
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id
+
     def token_name(self, token_id: int) -> str:
         """A token's name in the vocabulary; "" for unknown ids."""
         return self._backend.id_to_token(token_id) or ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
+import warnings
 from collections.abc import Iterator
 from inspect import signature
 from pathlib import Path
@@ -273,6 +275,60 @@ def test_a_conversation_that_was_rendered_elsewhere_is_warned_of(llm: LLM) -> No
         llm.generate(["<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"], one)
     assert warned[0].filename == __file__
     llm.generate("Hello <there>", one)
+
+
+def test_what_the_tokenizer_renders_is_answered_as_a_chat(llm: LLM) -> None:
+    """As text it carries its ids: what only spells control tokens is plain text."""
+    tokenizer, brief = llm.get_tokenizer(), SamplingParams(temperature=0, max_tokens=6)
+    questions = ["What is the capital of France?", "Who said <|im_end|>?"]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    wanted = [(each.prompt, each.prompt_token_ids, each.text) for each in llm.chat(chats, brief)]
+    rendered: Any = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    ids: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True)
+    one: Any = tokenizer.apply_chat_template(chats[0], tokenize=False, add_generation_prompt=True)
+    assert (one, list(rendered)) == (wanted[0][0], [prompt for prompt, _, _ in wanted])
+    assert one.endswith("<|im_start|>assistant\n") and ids == [each for _, each, _ in wanted]
+    with warnings.catch_warnings(action="error"):
+        for given in (rendered, [{"prompt": each} for each in rendered], pickle.loads(pickle.dumps(rendered))):
+            answers = llm.generate(given, brief)
+            assert [(each.prompt, each.prompt_token_ids, each.text) for each in answers] == wanted
+    closed: Any = tokenizer.apply_chat_template(chats[0], tokenize=False)
+    assert closed.endswith("<|im_end|>\n")
+    begun = [*chats[0], {"role": "assistant", "content": "It is"}]
+    more: Any = tokenizer.apply_chat_template(begun, tokenize=False, continue_final_message=True)
+    assert more.endswith("assistant\nIt is")
+    for argument, words in (("chat_template", "own is used"), ("return_tensors", "a list of ids, or text")):
+        with pytest.raises(InvalidRequest, match=words):
+            tokenizer.apply_chat_template(chats[0], **{argument: "pt"})
+    plain = tokenizer.apply_chat_template(chats[0], return_tensors=None, padding=False)
+    assert plain == tokenizer.apply_chat_template(chats[0])
+    for tools in ([len], {"type": "function"}):
+        with pytest.raises(InvalidRequest, match="tools"):
+            tokenizer.apply_chat_template(chats[0], tools=tools)  # type: ignore[arg-type]
+
+
+def test_the_tokenizer_has_the_names_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.eos_token_id == end and tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.pad_token_id == tokenizer.convert_tokens_to_ids(tokenizer.pad_token)
+    ids = tokenizer.encode("Hello there", add_special_tokens=False)
+    assert tokenizer.decode(ids) == "Hello there" and tokenizer.decode(ids[0]) == "Hello"
+    assert tokenizer.convert_ids_to_tokens(ids) == ["Hello", "Ġthere"]
+    assert tokenizer.convert_tokens_to_ids(["Hello", "no such token"]) == [ids[0], None]
+    assert tokenizer.decode([*ids, end]) == "Hello there<|im_end|>"  # type: ignore[list-item]
+    assert tokenizer.decode([*ids, end], skip_special_tokens=True) == "Hello there"  # type: ignore[list-item]
+    assert len(tokenizer) == tokenizer.vocab_size
+    with pytest.raises(AttributeError, match=r"batch_decode.*decode\(ids\) gives the text of one"):
+        tokenizer.batch_decode([ids])
+    assert not hasattr(tokenizer, "colour")
+
+
+def test_what_a_request_may_not_say_is_a_value_error(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="top_p must be between"):
+        SamplingParams(top_p=3.0)
+    with pytest.raises(ValueError, match="surrogate"):
+        llm.generate("\ud800", SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize(
