@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural-log probability at one place. ``rank`` counts from 1; None for a chosen token that is not among
-    the most likely ones that were asked for."""
+    """A token's natural-log probability at one place. ``rank`` counts from 1; None for a token of a beam that is not
+    among the most likely ones that were asked for."""
 
     logprob: float
     rank: int | None
@@ -187,7 +187,7 @@ class Draft:
         return [self._at_one_place(*each) for each in zip(token_ids, scores, strict=True)]
 
     def _at_one_place(self, token_id: int, score: TokenLogprob) -> Logprobs:
-        ranks = {other: rank for rank, (other, _) in enumerate(score.top, 1)}
+        ranks = {token_id: score.rank or None} | {other: rank for rank, (other, _) in enumerate(score.top, 1)}
         values = {token_id: score.logprob} | dict(score.top)
         return {each: Logprob(value, ranks.get(each), self._text_of(each)) for each, value in values.items()}
 

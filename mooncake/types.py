@@ -35,10 +35,12 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Natural-log probability of a chosen token, and of the top alternatives (most likely first)."""
+    """Natural-log probability of a chosen token, and of the top alternatives (most likely first). ``rank`` counts all
+    tokens in that order, from 1; 0: nobody has counted (beams)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class SampledToken(msgspec.Struct, frozen=True):

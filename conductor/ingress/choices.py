@@ -318,11 +318,12 @@ def _prompt_scores(scores: Collection[SampledToken], extras: Extras) -> PromptLo
     """One entry per prompt token: None for the first, then the token and the most likely others by id."""
     entries: list[dict[str, PromptLogprob] | None] = [None]
     for token in scores:
-        ranked = {other: rank for rank, (other, _) in enumerate(_top(token), 1)}
+        own = {token.token_id: 0 if token.logprob is None else token.logprob.rank}
+        ranks = own | {other: rank for rank, (other, _) in enumerate(_top(token), 1)}
         values = {token.token_id: _logprob(token)} | dict(_top(token))
         entries.append(
             {
-                str(token_id): PromptLogprob(value, extras.text_of(token_id), ranked.get(token_id))
+                str(token_id): PromptLogprob(value, extras.text_of(token_id), ranks[token_id])
                 for token_id, value in values.items()
             }
         )

@@ -58,7 +58,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 class PromptLogprob(msgspec.Struct, frozen=True):
     logprob: float
     decoded_token: str
-    rank: int | None  # among the alternatives requested; None beyond them
+    rank: int  # among all tokens, from 1
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None] | None

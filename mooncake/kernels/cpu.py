@@ -113,13 +113,14 @@ class CpuKernels:
 
     def score(
         self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
-    ) -> tuple[list[float], list[list[int]], list[list[float]]]:
-        """For each of these ``rows`` of ``logits`` ``[R, V]`` float32, the log-probability of its token, NaN if the row
-        is not finite; and the most likely tokens with theirs, as many as its count says, as
+    ) -> tuple[list[float], list[int], list[list[int]], list[list[float]]]:
+        """For each of these ``rows`` of ``logits`` ``[R, V]`` float32, the log-probability and the rank of its token,
+        NaN and 0 if the row is not finite; and the most likely tokens with theirs, as many as its count says, as
         ``mooncake.engine.decoding.sampler`` defines them."""
         num_rows, most = len(rows), max(counts, default=0)
         given = [np.array(numbers, np.int64) for numbers in (rows, tokens, counts)]
-        logprobs, ids, tops = np.empty(num_rows), np.empty((num_rows, most), np.int64), np.empty((num_rows, most))
+        logprobs, ranks = np.empty(num_rows), np.empty(num_rows, np.int64)
+        ids, tops = np.empty((num_rows, most), np.int64), np.empty((num_rows, most))
         self._score(
             logits.data_ptr(),
             logits.stride(0),
@@ -127,10 +128,10 @@ class CpuKernels:
             logits.shape[1],
             *(numbers.ctypes.data for numbers in given),
             most,
-            *(numbers.ctypes.data for numbers in (logprobs, ids, tops)),
+            *(numbers.ctypes.data for numbers in (logprobs, ranks, ids, tops)),
             num_threads(),
         )
-        return logprobs.tolist(), ids.tolist(), tops.tolist()
+        return logprobs.tolist(), ranks.tolist(), ids.tolist(), tops.tolist()
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return self._norm(hidden, None, weight, eps)

@@ -132,11 +132,12 @@ int mc_sample(const float* const* rows, int64_t count, int64_t vocab, const Draw
     return OK;
 }
 
-// Log-probabilities after the rows rows[i] of `logits`: of tokens[i] (NaN if the row is not finite), and of the
-// counts[i] most likely tokens, in top_ids and top_logprobs [count][most].
+// Log-probabilities after the rows rows[i] of `logits`: of tokens[i], with its rank (NaN and 0 if the row is not
+// finite), and of the counts[i] most likely tokens, in top_ids and top_logprobs [count][most].
 int mc_score(const float* logits, int64_t stride, int64_t count, int64_t vocab, const int64_t* rows, const int64_t* tokens,
-             const int64_t* counts, int64_t most, double* logprobs, int64_t* top_ids, double* top_logprobs, int threads) {
-    score(logits, stride, count, vocab, rows, tokens, counts, most, logprobs, top_ids, top_logprobs, threads);
+             const int64_t* counts, int64_t most, double* logprobs, int64_t* ranks, int64_t* top_ids, double* top_logprobs,
+             int threads) {
+    score(logits, stride, count, vocab, rows, tokens, counts, most, logprobs, ranks, top_ids, top_logprobs, threads);
     return OK;
 }
 

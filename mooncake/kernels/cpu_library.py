@@ -46,7 +46,7 @@ SIGNATURES = {
     "mc_score": [
         *(POINTER, LONG, LONG, LONG),  # logits, stride, count, vocab
         *(POINTER, POINTER, POINTER, LONG),  # rows, tokens, counts, most
-        *(POINTER, POINTER, POINTER, INT),  # logprobs, top_ids, top_logprobs, threads
+        *(POINTER, POINTER, POINTER, POINTER, INT),  # logprobs, ranks, top_ids, top_logprobs, threads
     ],
     "mc_forward": [*(POINTER, POINTER, POINTER), *(POINTER, POINTER, POINTER, POINTER), POINTER, INT],
 }

@@ -23,7 +23,7 @@ from mooncake.types import (
     TokenLogprob,
 )
 
-SCORE_BYTES, TOP_BYTES = 26, 17  # of a scored token on the wire, and of each alternative beside it, at most
+SCORE_BYTES, TOP_BYTES = 32, 17  # of a scored token on the wire, and of each alternative beside it, at most
 
 
 def tokens_to_wire(tokens: TokenIds) -> bytes:
@@ -149,6 +149,7 @@ def sampled_to_wire(token: SampledToken) -> pb.SampledToken:
     message = pb.SampledToken(index=token.index, token_id=token.token_id)
     if token.logprob is not None:
         message.logprob = token.logprob.logprob
+        message.rank = token.logprob.rank
         message.top.extend(pb.TopLogprob(token_id=i, logprob=value) for i, value in token.logprob.top)
     return message
 
@@ -156,7 +157,7 @@ def sampled_to_wire(token: SampledToken) -> pb.SampledToken:
 def sampled_from_wire(message: pb.SampledToken) -> SampledToken:
     logprob = None
     if message.HasField("logprob"):
-        logprob = TokenLogprob(message.logprob, tuple((top.token_id, top.logprob) for top in message.top))
+        logprob = TokenLogprob(message.logprob, tuple((top.token_id, top.logprob) for top in message.top), message.rank)
     return SampledToken(message.index, message.token_id, logprob)
 
 

@@ -132,7 +132,7 @@ float32s = st.floats(width=32, allow_nan=False)
         index=u32,
         token_id=u32,
         logprob=st.none()
-        | st.builds(TokenLogprob, float32s, st.lists(st.tuples(u32, float32s), max_size=4).map(tuple)),
+        | st.builds(TokenLogprob, float32s, st.lists(st.tuples(u32, float32s), max_size=4).map(tuple), u32),
     )
 )
 def test_sampled_tokens_arrive_with_their_probabilities_or_without(token: SampledToken) -> None:
@@ -146,7 +146,7 @@ def test_the_scores_of_as_long_a_prompt_as_is_taken_fit_into_a_message(num_top: 
         check_scores(room, num_top, room)
     most = int(refused.value.message.split(" tokens")[0].split()[-1])
     check_scores(most, num_top, room)
-    score = TokenLogprob(-1e-9, ((2**32 - 1, -1.5),) * num_top)
+    score = TokenLogprob(-1e-9, ((2**32 - 1, -1.5),) * num_top, 2**32 - 1)
     message = prompt_logprobs_to_wire(np.full(most + 1, 2**32 - 1, np.uint32), [score] * most)
     assert 0.7 * room < prefill_pb2.PrefillResponse(prompt_logprobs=message).ByteSize() <= room
 

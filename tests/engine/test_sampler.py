@@ -307,8 +307,19 @@ def test_the_library_tells_how_likely_tokens_are_as_the_definition_does(size: in
     )
     for fast, exact in zip(library, definition, strict=True):
         assert [token_id for token_id, _ in fast.top] == [token_id for token_id, _ in exact.top]
+        assert fast.rank == exact.rank and 1 <= exact.rank <= size
         values = [(score.logprob, *(logprob for _, logprob in score.top)) for score in (fast, exact)]
         assert values[0] == pytest.approx(values[1], abs=1e-12)
+
+
+@pytest.mark.parametrize("library", [False, True])
+def test_a_token_is_ranked_as_the_alternatives_are(library: bool) -> None:
+    """Also where none are asked for; of equal ones the first comes first."""
+    way = LIBRARY if library else DEFINITION
+    logits = torch.tensor([[0.5, 2.0, -1.0, 2.0, 0.5]] * 5)
+    ranks = [score.rank for score in way.score(logits, list(range(5)), list(range(5)), [0] * 5)]
+    assert ranks == [3, 1, 5, 2, 4]
+    assert [token_id for token_id, _ in way.score(logits, [0], [0], [5])[0].top] == [1, 3, 0, 4, 2]
 
 
 def test_no_alternatives_are_listed_when_none_are_asked_for() -> None:

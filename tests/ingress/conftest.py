@@ -168,7 +168,7 @@ class Script:
     def _scores(self, request):
         top = tuple((ord("a") + rank, -1.0 - rank) for rank in range(request.sampling.prompt_logprobs))
         tokens = enumerate(request.tokens.tolist()[1:], 1)
-        return tuple(SampledToken(index, token_id, TokenLogprob(-0.25 * index, top)) for index, token_id in tokens)
+        return tuple(SampledToken(index, token_id, TokenLogprob(-0.25 * index, top, 7)) for index, token_id in tokens)
 
     def check_room(self):
         if self.refusal is not None:

@@ -697,7 +697,7 @@ async def test_prompt_logprobs_have_vllms_form(front, client):
     wanted = [
         None,
         {
-            str(ord("i")): {"logprob": -0.25, "decoded_token": "i", "rank": None},
+            str(ord("i")): {"logprob": -0.25, "decoded_token": "i", "rank": 7},
             str(ord("a")): {"logprob": -1.0, "decoded_token": "a", "rank": 1},
         },
     ]

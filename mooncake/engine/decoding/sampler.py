@@ -89,10 +89,10 @@ class Sampler:
         if self._library is None:
             given = zip(rows, token_ids, num_tops, strict=True)
             return [token_logprob(logits[row].numpy(), token_id, num_top) for row, token_id, num_top in given]
-        logprobs, ids, tops = self._library.score(logits, rows, token_ids, num_tops)
+        logprobs, ranks, ids, tops = self._library.score(logits, rows, token_ids, num_tops)
         return [
-            TokenLogprob(logprob, tuple(zip(row_ids[:count], row_tops[:count], strict=True)))
-            for logprob, row_ids, row_tops, count in zip(logprobs, ids, tops, num_tops, strict=True)
+            TokenLogprob(logprob, tuple(zip(row_ids[:count], row_tops[:count], strict=True)), rank)
+            for logprob, rank, row_ids, row_tops, count in zip(logprobs, ranks, ids, tops, num_tops, strict=True)
         ]
 
     def _edited_rows(self, logits: torch.Tensor, rows: Rows[int], sequences: Rows[Sequence]) -> dict[int, Row]:
@@ -217,4 +217,5 @@ def token_logprob(raw: Row, token_id: int, num_top: int) -> TokenLogprob:
         ids = np.flatnonzero(raw >= least)
         ids = ids[np.argsort(-raw[ids], kind="stable")][:num_top]
         top = tuple((int(i), float(raw[i]) - total) for i in ids)
-    return TokenLogprob(float(raw[token_id]) - total, top)
+    rank = 1 + np.count_nonzero(raw > raw[token_id]) + np.count_nonzero(raw[:token_id] == raw[token_id])
+    return TokenLogprob(float(raw[token_id]) - total, top, int(rank))

@@ -316,14 +316,25 @@ inline void sample(const float* const* rows, int64_t count, int64_t vocab, const
     });
 }
 
+// How many tokens are more likely, or as likely with a lower id, and the token itself.
+inline int64_t rank_of(const float* logits, int64_t size, int64_t token) {
+    const float own = logits[token];
+    int64_t rank = 1;
+    for (int64_t i = 0; i < token; i++) rank += logits[i] >= own;
+    for (int64_t i = token + 1; i < size; i++) rank += logits[i] > own;
+    return rank;
+}
+
 // Row rows[i] of `logits` is scored for tokens[i] and its counts[i] most likely tokens; the outputs have room for
 // `most` per row.
 inline void score(const float* logits, int64_t stride, int64_t count, int64_t vocab, const int64_t* rows, const int64_t* tokens,
-                  const int64_t* counts, int64_t most, double* logprobs, int64_t* top_ids, double* top_logprobs, int threads) {
+                  const int64_t* counts, int64_t most, double* logprobs, int64_t* ranks, int64_t* top_ids, double* top_logprobs,
+                  int threads) {
     parallel(count, threads, [&](int64_t i) {
         static thread_local RowSampler sampler;
         logprobs[i] = sampler.score(logits + rows[i] * stride, vocab, tokens[i], counts[i], top_ids + i * most,
                                     top_logprobs + i * most);
+        ranks[i] = std::isnan(logprobs[i]) ? 0 : rank_of(logits + rows[i] * stride, vocab, tokens[i]);
     });
 }
 
