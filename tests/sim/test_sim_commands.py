@@ -69,7 +69,9 @@ def test_every_preset_reads_and_runs() -> None:
     ("change", "complaint"),
     [
         (("[conductor]", "[model]\nblock_tokens = 0\n[conductor]"), "block_tokens"),
-        (('policy = "round_robin"', 'polycy = "round_robin"'), "polycy"),
+        (('policy = "round_robin"', 'polycy = "round_robin"'), "`polycy` - at `$.conductor`; did you mean policy?"),
+        (("count = 16", "count = 16\nstore_token = 1"), "at `$.machines[0]`; did you mean store_tokens?"),
+        (("[conductor]", "colour = 1\n[conductor]"), "known: role, count, curve"),
         (('curve = "a800-llama3-70b"', 'curve = "b800"'), "b800"),
         (("count = 16", "count = 0"), "count"),
         (('role = "coupled"', 'role = "decode"'), "prefill"),

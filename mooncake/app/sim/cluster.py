@@ -7,6 +7,7 @@ from another. This module holds facts only and knows no events.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from importlib.resources import files
@@ -302,4 +303,26 @@ def _converted(tables: dict[str, object], source: _Source) -> Cluster:
     try:
         return msgspec.convert(tables, Cluster)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source.origin}: {error}") from None
+        raise ConfigError(f"{source.origin}: {error}{_hint(str(error))}") from None
+
+
+_UNKNOWN = re.compile(r"unknown field `([^`]*)`(?: - at `([^`]*)`)?$")
+_TABLES: Mapping[str, type[Frozen]] = {  # by their places as msgspec tells them
+    "": Cluster,
+    "$.model": Model,
+    "$.curves[...]": StepCurve,
+    "$.machines[...]": Machines,
+    "$.machines[...].ssd": Ssd,
+    "$.conductor": Conductor,
+    "$.slo": SLO,
+}
+
+
+def _hint(message: str) -> str:
+    """After msgspec's words about a name that is not known: the nearest one there, or all."""
+    unknown = _UNKNOWN.search(message)
+    table = _TABLES.get(re.sub(r"\[\d+\]", "[...]", unknown[2] or "")) if unknown else None
+    if unknown is None or table is None:
+        return ""
+    near = difflib.get_close_matches(unknown[1], table.__struct_fields__, 1)
+    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(table.__struct_fields__)}"
