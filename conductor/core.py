@@ -180,10 +180,13 @@ class Core:
 
     def tick(self) -> None:
         now = self.clock()
-        for info in self.registry.tick(now):
-            self._remove(info, "has stopped heartbeating")
+        for node in self.registry.tick(now):
+            if node.state is NodeState.LEFT:
+                self._remove(node.info, "has left", logging.INFO)
+            else:
+                self._remove(node.info, "has stopped heartbeating")
             if self._role_switcher is not None:
-                self._role_switcher.gone(info.node_id, now)
+                self._role_switcher.gone(node.info.node_id, now)
         if self.registry.version != self._seen_version:
             self._seen_version = self.registry.version
             without_live = self.waiting_for()
@@ -205,8 +208,8 @@ class Core:
     def _corrupted_between(self, nodes: Iterable[NodeInfo]) -> None:
         self.health.checksum_error(nodes)
 
-    def _remove(self, info: NodeInfo, why: str) -> None:
-        log.warning("%s node %s %s", info.role, info.node_id, why)
+    def _remove(self, info: NodeInfo, why: str, level: int = logging.WARNING) -> None:
+        log.log(level, "%s node %s %s", info.role, info.node_id, why)
         self.role_requests.withdraw(info.node_id)  # a later process would switch unexpectedly
         self.subscriber.forget(info.node_id)
         if info.incarnation in self._unheard:  # another conductor may hear it

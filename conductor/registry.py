@@ -27,6 +27,7 @@ class NodeState(StrEnum):
     SUSPECT = "suspect"  # a call failed or heartbeats are late: gets work only if no live node of its role is left
     DRAINING = "draining"  # finishes what it has
     GONE = "gone"
+    LEFT = "left"  # gone as it had announced
 
 
 class NodeEvent(StrEnum):
@@ -57,7 +58,7 @@ TRANSITIONS: dict[tuple[NodeState, NodeEvent], NodeState] = {
     (_S.DRAINING, _E.HEARD): _S.LIVE,
     (_S.DRAINING, _E.CALL_FAILED): _S.DRAINING,
     (_S.DRAINING, _E.LATE): _S.DRAINING,
-    (_S.DRAINING, _E.TIMED_OUT): _S.GONE,
+    (_S.DRAINING, _E.TIMED_OUT): _S.LEFT,
 }
 
 
@@ -245,19 +246,19 @@ class Registry:
         for node in self._nodes.values():
             node.heard_at += pause_s
 
-    def tick(self, now: float) -> list[NodeInfo]:
-        """Check for silent nodes. Returns the ones that are gone as of this call; they are forgotten."""
+    def tick(self, now: float) -> list[Node]:
+        """Check for silent nodes. Returns the ones that are gone or have left as of this call; they are forgotten."""
         gone = []
         for node in self._nodes.values():
             silent_s = now - node.heard_at
             if silent_s > self._timeout_s:
                 self._move(node, NodeEvent.TIMED_OUT)
-                gone.append(node.info)
+                gone.append(node)
             elif silent_s > self._late_s:
                 self._move(node, NodeEvent.LATE)
-        for info in gone:
-            del self._nodes[info.node_id]
-            self._gone[info.node_id] = info.incarnation
+        for node in gone:
+            del self._nodes[node.info.node_id]
+            self._gone[node.info.node_id] = node.info.incarnation
         while len(self._gone) > GONE_KEPT:
             del self._gone[next(iter(self._gone))]
         return gone

@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from conductor.control.health import HealthTracker
 from conductor.placement.cost import CostModel, DecodeCost, PrefillCost
-from conductor.registry import Health, NodeInfo, Registry
+from conductor.registry import Health, NodeInfo, NodeState, Registry
 from mooncake.config import HealthSection
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -115,6 +115,7 @@ class HealthMonitor:
     def tick(self, now: float) -> None:
         """Pass health changes to the registry, and start the probes that are due."""
         nodes = [node.info for node in self._registry.nodes()]
+        leaving = {node.info.node_id for node in self._registry.nodes() if node.state is NodeState.DRAINING}
         for change in self.tracker.tick(now, [info.node_id for info in nodes if self._is_idle(info)]):
             self._registry.set_health(change.node_id, change.to, change.reason)
             level = logging.INFO if change.to is Health.HEALTHY else logging.WARNING
@@ -122,6 +123,8 @@ class HealthMonitor:
         interval_s = max(self._section.probe_interval_s, len(nodes) / MAX_PROBES_PER_S)
         for info in nodes:
             baseline = self._baselines.get(info.node_id)
+            if info.node_id in leaving:  # it may have stopped to answer, as it has announced
+                continue
             if baseline is not None and now >= baseline.probe_at and info.node_id not in self._probes:
                 baseline.probe_at = now + interval_s
                 task = asyncio.create_task(self._probe(info), name=f"probe of {info.node_id}")

@@ -605,7 +605,7 @@ async def test_an_empty_prompt_is_refused(start_cluster: Any) -> None:
 async def test_prompt_logprobs_too_large_for_a_message_are_refused_at_once(start_cluster: Any) -> None:
     """Such a prompt was once computed twice, and the client was told to retry."""
     cluster = await start_cluster(1, 1)
-    with pytest.raises(InvalidRequest, match="prompts of at most 45839 tokens, this one has 46000"):
+    with pytest.raises(InvalidRequest, match="prompts of at most 45100 tokens, this one has 46000"):
         await cluster.generate(cluster.request([5] * 46_000, 8, prompt_logprobs=20))
     assert cluster.prefill[0].calls == 0
     await cluster.is_quiet()

@@ -86,3 +86,12 @@ async def test_a_node_that_does_not_answer_probes_is_suspected(cluster) -> None:
     await cluster.decode[1].relay.kill()  # it heartbeats, and nobody reaches it
     await cluster.eventually(lambda: cluster.core.health.tracker.state("d1") is not Health.HEALTHY, within_s=20)
     assert "probes" in cluster.core.registry.get("d1").health_reason
+
+
+async def test_a_node_that_leaves_is_not_suspected_and_told_as_one_that_left(cluster, caplog) -> None:
+    """Its probes fail from then on, long before it is forgotten."""
+    caplog.set_level(logging.INFO, "conductor")
+    await cluster.decode[1].leave()
+    await cluster.eventually(lambda: cluster.core.registry.get("d1") is None, within_s=20)
+    of_it = [(record.levelname, record.message) for record in caplog.records if "d1" in record.getMessage()]
+    assert of_it == [("INFO", "decode node d1 has left")]

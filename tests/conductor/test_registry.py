@@ -58,7 +58,7 @@ def test_a_node_without_heartbeats_becomes_suspect_and_then_gone() -> None:
     assert beat(nodes, now=2.2)
     assert state(nodes) is NodeState.LIVE
 
-    assert [info.node_id for info in nodes.tick(now=7.3)] == ["p0"]
+    assert [(node.info.node_id, node.state) for node in nodes.tick(now=7.3)] == [("p0", NodeState.GONE)]
     assert nodes.get("p0") is None
     assert not beat(nodes, now=7.4), "it must register again"
     nodes.register(prefill(), now=7.5)
@@ -135,6 +135,15 @@ def test_draining_gets_no_work_and_a_restart_ends_it() -> None:
     assert usable(nodes) == ["p0"]
 
 
+def test_a_node_that_announced_it_has_left() -> None:
+    nodes = registry()
+    nodes.register(prefill(), now=0.0)
+    beat(nodes, now=0.5, draining=True)
+    assert nodes.tick(now=2.5) == []
+    assert state(nodes) is NodeState.DRAINING, "nobody waits for its heartbeats"
+    assert [(node.info.node_id, node.state) for node in nodes.tick(now=7.3)] == [("p0", NodeState.LEFT)]
+
+
 def test_the_memory_for_a_sequence_is_that_of_the_largest_node_of_a_role() -> None:
     nodes = registry()
     nodes.register(prefill("p0"), now=0.0)
@@ -148,7 +157,7 @@ def test_the_memory_for_a_sequence_is_that_of_the_largest_node_of_a_role() -> No
     nodes.heartbeat("d2", 3, NodeLoad(blocks_total=12), False, 1.0)
     assert nodes.most_pages(Role.DECODE) == 12
     nodes.heartbeat("d1", 2, NodeLoad(blocks_total=10), False, 5.0)
-    assert [info.node_id for info in nodes.tick(8.0)] == ["p0", "d2"]
+    assert [node.info.node_id for node in nodes.tick(8.0)] == ["p0", "d2"]
     assert (nodes.most_pages(Role.DECODE), nodes.most_pages(Role.PREFILL)) == (10, 0)
 
 
@@ -230,5 +239,5 @@ def test_every_differing_setting_is_named_and_a_missing_one_is_no_difference() -
 
 
 def test_the_state_table_is_complete() -> None:
-    alive = set(NodeState) - {NodeState.GONE}
+    alive = set(NodeState) - {NodeState.GONE, NodeState.LEFT}
     assert set(TRANSITIONS) == set(product(alive, NodeEvent))

@@ -207,8 +207,8 @@ class SimConductor:
         return node.info.incarnation
 
     def tick(self, now: float) -> None:
-        for info in self.registry.tick(now):
-            self._forget(info)
+        for node in self.registry.tick(now):
+            self._forget(node.info)
 
     def _forget(self, info: NodeInfo) -> None:
         self.index.forget(info.node_id)
