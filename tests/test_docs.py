@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 import pytest
 
-from mooncake.app.vllm_flags import COUNTERPARTS
+from mooncake.app.foreign_flags import OF_SGLANG, OF_VLLM
 from mooncake.config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -57,17 +57,18 @@ def test_every_setting_that_is_named_exists(name: str) -> None:
     assert [key for key in unknown if not key.endswith((".py", ".md"))] == []
 
 
-def test_flags_of_vllm_are_told_apart_as_the_guide_does() -> None:
-    table = (ROOT / "deploy/docs/configuration.md").read_text().partition("| vLLM | here |")[2].partition("\n\n")[0]
+def test_flags_of_other_servers_are_told_apart_as_the_guide_does() -> None:
+    guide, counterparts = (ROOT / "deploy/docs/configuration.md").read_text(), OF_VLLM | OF_SGLANG
+    table = guide.partition("| vLLM, SGLang | here |")[2].partition("\n\n")[0]
     told = {
         flag: set(re.findall(r"[a-z]+\.[a-z_]+", here))
         for flags, here in re.findall(r"^\| (.*) \| (.*) \|$", table, re.MULTILINE)
         for flag in re.findall(r"--[a-z-]+", flags)
     }
-    assert {flag: set(re.findall(r"[a-z]+\.[a-z_]+", here)) for flag, here in COUNTERPARTS.items()} == told
+    assert {flag: set(re.findall(r"[a-z]+\.[a-z_]+", here)) for flag, here in counterparts.items()} == told
     ours = subprocess.run([sys.executable, "-m", "mooncake", "serve", "-h"], capture_output=True, text=True, check=True)
     words = ours.stdout.split()
-    assert "--served-model-name" in words and not set(COUNTERPARTS) & set(words)
+    assert "--served-model-name" in words and not set(counterparts) & set(words)
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)

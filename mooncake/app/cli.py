@@ -23,8 +23,8 @@ from mooncake.app.cli_serve import serve
 from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli_traces import app as traces_app
 from mooncake.app.extras import MissingDependency
+from mooncake.app.foreign_flags import refuse_foreign_flags
 from mooncake.app.outputs import writable, writable_folder
-from mooncake.app.vllm_flags import refuse_flags_of_vllm
 from mooncake.errors import CallerError, Cancelled, ConfigError, ModelError, MooncakeError
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def main() -> None:
     try:
         try:
             if sys.argv[1:2] == ["serve"]:
-                refuse_flags_of_vllm(sys.argv[2:])
+                refuse_foreign_flags(sys.argv[2:])
             app()
         finally:
             sys.stdout.flush()  # while an error can still be reported

@@ -94,6 +94,16 @@ TRACE = "\n".join(
         (["serve", "one", "--model", "two"], 2, "got two models, one and two: a cluster serves one"),
         (["serve", "--dtype", "float8"], 2, "dtype"),
         (["serve", "--tensor-parallel-size=2"], 2, "is a flag of vLLM's; here: --set prefill.tensor_parallel=N --set"),
+        (
+            ["serve", "--tp-size", "2"],
+            2,
+            "--tp-size is a flag of SGLang's; here: --set prefill.tensor_parallel=N --set",
+        ),
+        (
+            ["serve", "--mem-fraction-static=0.8"],
+            2,
+            "--mem-fraction-static is a flag of SGLang's; here: --set prefill.kv",
+        ),
         (["serve", "-tp", "2"], 2, "-tp is a flag of vLLM's; here: --set prefill.tensor_parallel=N --set"),
         (
             ["serve", "--gpu_memory_utilization=0.9"],

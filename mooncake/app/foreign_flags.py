@@ -1,4 +1,4 @@
-"""Flags of ``vllm serve`` that ``mooncake serve`` does not have, and what stands for each of them here.
+"""Flags of vLLM's and SGLang's servers that ``mooncake serve`` does not have, and what stands for each of them here.
 
 The same table, for readers, is in deploy/docs/configuration.md.
 """
@@ -19,13 +19,20 @@ _TEXT_ALONE = "models generate text, leave it out"
 _WITH_MODEL = "the model's own is used, from its folder"
 _NO_DOWNLOAD = "nothing is fetched here: `hf download NAME` prints the folder to give as the model"
 
-COUNTERPARTS = {
+_SEQUENCES = "--set prefill.max_sequences=N --set decode.max_sequences=N"
+_TENSOR_PARALLEL = "--set prefill.tensor_parallel=N --set decode.tensor_parallel=N"
+_MORE_NODES = "more nodes, --prefill N --decode M"
+_CACHES = "it cannot be turned off; a new cache_salt in each request finds nothing cached"
+_NOTHING = "there is nothing to choose, leave it out"
+_HOSTS = "each role is started on its own machine: python -m prefill_node --config FILE, and likewise the others"
+
+OF_VLLM = {
     "--gpu-memory-utilization": _KV_GB,
     "--kv-cache-memory-bytes": _KV_GB,
     "--num-gpu-blocks-override": _KV_GB,
     "--kv-cache-dtype": "--set model.kv_dtype=TYPE",
     "--block-size": "--set block.tokens=N",
-    "--max-num-seqs": "--set prefill.max_sequences=N --set decode.max_sequences=N",
+    "--max-num-seqs": _SEQUENCES,
     "--max-num-batched-tokens": "--set prefill.chunk_tokens=N",
     "--enable-prefix-caching": _ALWAYS,
     "--enable-chunked-prefill": _ALWAYS,
@@ -38,8 +45,8 @@ COUNTERPARTS = {
     "--enable-lora": _LORA,
     "--lora-modules": _LORA,
     "--pipeline-parallel-size": "--set prefill.pipeline_stages=N",
-    "--tensor-parallel-size": "--set prefill.tensor_parallel=N --set decode.tensor_parallel=N",
-    "--data-parallel-size": "more nodes, --prefill N --decode M",
+    "--tensor-parallel-size": _TENSOR_PARALLEL,
+    "--data-parallel-size": _MORE_NODES,
     "--kv-transfer-config": _POOL,
     "--kv-offloading-size": _POOL,
     "--chat-template": "the model's own is used, alone",
@@ -82,16 +89,47 @@ COUNTERPARTS = {
     "--disable-log-stats": "metrics cost nothing until /metrics is read, leave it out",
     "--uvicorn-log-level": "--log-level LEVEL",
     "--allowed-origins": "--allowed-origin ORIGIN, once for each",
-    "--no-enable-prefix-caching": "it cannot be turned off; a new cache_salt in each request finds nothing cached",
+    "--no-enable-prefix-caching": _CACHES,
     "--no-enable-chunked-prefill": "--set prefill.chunk_tokens=0 computes each prompt in one step",
     "--device": "--set prefill.device=DEVICE --set decode.device=DEVICE",
     "--task": _TEXT_ALONE,
     "--runner": _TEXT_ALONE,
     "--structured-outputs-config": "llguidance makes sure of structured outputs, leave it out",
     "--compilation-config": "kernels are compiled where they are needed, leave it out",
-    "--async-scheduling": "there is nothing to choose, leave it out",
+    "--async-scheduling": _NOTHING,
+    "--moe-backend": _NOTHING,
+    "--disable-hybrid-kv-cache-manager": _NOTHING,
+    "--nnodes": _HOSTS,
+    "--master-addr": _HOSTS,
+    "--otlp-traces-endpoint": "nothing is traced; answers over gRPC have their timings, and /metrics their sums",
+    "--logits-processors": "requests have logit_bias, allowed_token_ids, bad_words and structured outputs",
+    "--enable-sleep-mode": "nodes do not sleep: stop them",
+    "--enable-prompt-embeds": _TEXT_ALONE,
+    "--convert": _TEXT_ALONE,
     "--kv-events-config": "the conductor follows its nodes' caches by itself",
     "--limit-mm-per-prompt": "models take text alone, leave it out",
+}
+
+
+OF_SGLANG = {
+    "--model-path": "mooncake serve MODEL",
+    "--tp": _TENSOR_PARALLEL,
+    "--tp-size": _TENSOR_PARALLEL,
+    "--dp": _MORE_NODES,
+    "--dp-size": _MORE_NODES,
+    "--mem-fraction-static": _KV_GB,
+    "--context-length": "--max-model-len N",
+    "--max-running-requests": _SEQUENCES,
+    "--chunked-prefill-size": "--set prefill.chunk_tokens=N",
+    "--page-size": "--set block.tokens=N",
+    "--disable-radix-cache": _CACHES,
+    "--disaggregation-mode": "--prefill N --decode M, nodes of either kind; --set cluster.coupled=1, one for both",
+    "--disaggregation-transfer-backend": "--set transfer.transports=[…]",
+    "--enable-hierarchical-cache": _POOL,
+    "--lora-paths": _LORA,
+    "--speculative-algorithm": _SPECULATION,
+    "--enable-metrics": _ALWAYS,
+    "--grammar-backend": _NOTHING,
 }
 
 
@@ -105,9 +143,10 @@ _SHORT = {
 }
 
 
-def refuse_flags_of_vllm(arguments: Sequence[str]) -> None:
-    """Raises ConfigError, with its counterpart, for a flag of ``serve`` that is vLLM's alone."""
+def refuse_foreign_flags(arguments: Sequence[str]) -> None:
+    """Raises ConfigError, with its counterpart, for a flag of ``serve`` that only another server has."""
     for flag in (argument.partition("=")[0] for argument in arguments):
         long = _SHORT.get(flag, flag.replace("_", "-"))  # vLLM takes either spelling
-        if long in COUNTERPARTS:
-            raise ConfigError(f"{flag} is a flag of vLLM's; here: {COUNTERPARTS[long]}")
+        for whose, counterparts in (("vLLM", OF_VLLM), ("SGLang", OF_SGLANG)):
+            if long in counterparts:
+                raise ConfigError(f"{flag} is a flag of {whose}'s; here: {counterparts[long]}")
