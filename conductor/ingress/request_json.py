@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import re
 from collections.abc import Sequence
@@ -24,7 +25,10 @@ R = TypeVar("R", bound=msgspec.Struct)
 def decode_request(body: bytes, form: type[R]) -> tuple[R, list[str]]:
     """The request, and the names of ignored fields, unless there may be far too many. Raises InvalidRequest, naming the
     field at fault."""
+    body = body.removeprefix(codecs.BOM_UTF8)  # which some editors and shells write, and Python's json skips
     try:
+        if not body:
+            raise InvalidRequest("the body is empty")
         try:
             request = msgspec.json.decode(body, type=form)
         except msgspec.ValidationError as error:

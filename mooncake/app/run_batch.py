@@ -103,7 +103,7 @@ def _answers(server: BatchServer, requests: Sequence[BatchRequest], concurrency:
 def read_requests(file: Path) -> list[BatchRequest]:
     """Raises ConfigError, naming the line."""
     try:
-        lines = file.read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of lines, as they are
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of lines, as they are
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
     requests: dict[str, BatchRequest] = {}

@@ -25,7 +25,7 @@ from certificates import make_certificate
 from commands import run
 
 from mooncake.app.cluster.local import LocalCluster
-from mooncake.app.run_batch import BatchRequest, BatchServer
+from mooncake.app.run_batch import BatchRequest, BatchServer, read_requests
 from mooncake.client import Client
 from mooncake.config import load_config
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
@@ -782,3 +782,11 @@ def test_a_batch_is_checked_before_anything_is_sent(tmp_path: Path, lines: list[
     done = run("run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--url", "http://127.0.0.1:9")
     assert done.returncode in (1, 2) and sentence in " ".join(done.stderr.split())
     assert not (tmp_path / "out").exists()
+
+
+def test_requests_of_a_file_may_begin_with_the_mark_of_utf_8(tmp_path: Path) -> None:
+    """As of some editors."""
+    file = tmp_path / "requests.jsonl"
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": {"prompt": "é"}}
+    file.write_text(json.dumps(line, ensure_ascii=False), encoding="utf-8-sig")
+    assert [request.custom_id for request in read_requests(file)] == ["one"]

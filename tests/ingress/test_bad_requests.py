@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 
 import grpc
@@ -125,6 +126,17 @@ async def test_bodies_that_have_broken_servers(front, raw):
 
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@in_module_loop
+async def test_a_mark_of_utf_8_before_a_body_is_no_part_of_it(front):
+    """Some editors and shells write one."""
+    said = b'{"prompt": "x", "max_tokens": 1, "surprise": 1}'
+    headers = {"content-type": "application/json"}
+    response = await front.http.post("/v1/completions", content=codecs.BOM_UTF8 + said, headers=headers)
+    assert response.status_code == 200
+    empty = await front.http.post("/v1/completions", content=codecs.BOM_UTF8, headers=headers)
+    assert empty.json()["error"]["message"] == "the body is empty"
 
 
 @in_module_loop
