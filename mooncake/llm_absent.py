@@ -23,7 +23,7 @@ _WEIGHTS = "weights stay as they were opened; close() frees them, and another LL
 _QUEUE = "generate and chat take any number of prompts at once, and return when all are answered"
 _WORKERS = "there are no workers to call into; llm.engine is the engine itself"
 _TEXT_ALONE = "models take text alone"
-_METRICS = "a cluster has metrics and traces (mooncake serve); a result has its cached_tokens, an LLM its draft_tokens"
+_METRICS = "a cluster has metrics (mooncake serve); a result has its cached_tokens, an LLM its draft_tokens"
 
 _ABSENT = _by_name(
     {

@@ -52,7 +52,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 def prompt_list(prompts: Prompts) -> list[object]:
     """A single prompt as a list, without names. Validated when it is encoded."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [_unnamed(prompts)]
     items: list[object] = list(prompts)
     return [items] if items and isinstance(items[0], (int, np.integer)) else list(map(_unnamed, items))

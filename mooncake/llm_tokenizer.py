@@ -7,7 +7,7 @@ Two things differ, because no text can forge control tokens here: in ``encode`` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds
 
 _ABSENT = {
-    "__call__": "encode(text) gives the ids of one text",
     "batch_decode": "decode(ids) gives the text of one",
     "add_tokens": "a model's vocabulary stays as it is",
     "add_special_tokens": "a model's vocabulary stays as it is",
@@ -54,6 +53,9 @@ class LLMTokenizer:
         self._tokenizer = tokenizer
         self.vocab_size = tokenizer.vocab_size
         self.special_ids = sorted(tokenizer.special_ids)
+
+    def __call__(self, *texts: object, **options: object) -> NoReturn:
+        raise TypeError("this tokenizer is not called: encode(text) gives the ids of one text")
 
     def __len__(self) -> int:
         return self.vocab_size

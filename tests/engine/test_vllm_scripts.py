@@ -322,7 +322,16 @@ def test_the_tokenizer_has_the_names_of_transformers(llm: LLM) -> None:
     assert len(tokenizer) == tokenizer.vocab_size
     with pytest.raises(AttributeError, match=r"batch_decode.*decode\(ids\) gives the text of one"):
         tokenizer.batch_decode([ids])
+    with pytest.raises(TypeError, match=r"encode\(text\) gives the ids"):
+        tokenizer("Hello there", return_tensors="pt")
     assert not hasattr(tokenizer, "colour")
+
+
+@pytest.mark.parametrize("prompt", [b"Hello", [b"Hello"], 5, [[1.5]], None])
+def test_a_prompt_is_text_or_token_ids(llm: LLM, prompt: Any) -> None:
+    """Bytes were taken for token ids, one each."""
+    with pytest.raises(InvalidRequest, match="a prompt is text or token ids"):
+        llm.generate(prompt, SamplingParams(max_tokens=1))
 
 
 def test_what_a_request_may_not_say_is_a_value_error(llm: LLM) -> None:
