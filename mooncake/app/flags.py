@@ -42,7 +42,7 @@ class Flags:
         self.add("--model", default=default, help=what if default else f"{what} (default: from the configuration)")
 
     def plain_dtype(self) -> None:
-        self.add("--dtype", default="float32", choices=("float32", "bfloat16"))
+        self.add("--dtype", default="float32", choices=("float32", "bfloat16"), help="type of weights and KV")
 
     def threads(self) -> None:
         what = "threads of the compute library; 0: one per core"

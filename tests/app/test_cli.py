@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,24 @@ def test_help_says_what_there_is_in_whole_sentences_and_benchmarks_list_their_ow
     assert "--nodes NODES" in run("bench", "conductor", "--help").stdout
     for name in ("calibrate", "validate"):
         assert "--set SECTION.KEY=VALUE" in run(name, "--help").stdout
+
+
+def test_every_flag_of_a_benchmark_says_what_it_is() -> None:
+    """In one process: each would import torch anew."""
+    code = (
+        "import contextlib, importlib, mooncake.app.cli as cli\n"
+        "for name in cli.BENCHES:\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        importlib.import_module(f'mooncake.app.bench.{name}').main(['--help'])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ | {"COLUMNS": "500"}
+    )
+    lines = [*done.stdout.splitlines(), ""]
+    flags = [(line, below) for line, below in pairwise(lines) if line.startswith("  -")]
+    silent = [line for line, below in flags if not re.search(r"\S {2,}\S", line) and not below.startswith(" " * 10)]
+    assert len(flags) > 150 and silent == []
+    assert "``" not in done.stdout
 
 
 def test_the_version_is_a_command_and_a_flag() -> None:

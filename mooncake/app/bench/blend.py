@@ -96,7 +96,7 @@ def _flags() -> Flags:
     )
     add("--time-tokens", type=int, default=2048, help="length of the timed prompt; 0: none")
     add("--repeat", type=int, default=5, help="timings per measurement")
-    add("--threads", type=int, default=torch.get_num_threads())
+    add("--threads", type=int, default=torch.get_num_threads(), help="threads of the compute library")
     flags.json_file()
     return flags
 

@@ -102,8 +102,8 @@ def main(args: list[str]) -> None:
 def _flags() -> Flags:
     flags = Flags("bench character", __doc__)
     flags.add("--models", type=output_folder, required=True, metavar="DIR", help="folder for trained models")
-    flags.add("--layers", type=whole("--layers", 6), default=12)
-    flags.add("--hidden", type=whole("--hidden", 64), default=128)
+    flags.add("--layers", type=whole("--layers", 6), default=12, help="layers of the trained models")
+    flags.add("--hidden", type=whole("--hidden", 64), default=128, help="their width")
     flags.add("--window", type=whole("--window", 2), default=16, metavar="BYTES", help="window of local layers")
     flags.add("--length", type=whole("--length", 64), default=256, metavar="BYTES", help="length of training texts")
     flags.add("--steps", type=whole("--steps", 1), default=600, help="training steps per model")
@@ -115,7 +115,7 @@ def _flags() -> Flags:
     )
     flags.add("--rate", type=positive("--rate"), default=3e-3, help="peak learning rate")
     flags.add("--windows", type=whole("--windows", 1), default=150, help="windows of text to measure the loss on")
-    flags.add("--needles", type=whole("--needles", 1), default=100)
+    flags.add("--needles", type=whole("--needles", 1), default=100, help="questions about text far back")
     flags.add(
         "--prompt-tokens", type=whole("--prompt-tokens", 0), default=2048, help="length of the timed prompt; 0: none"
     )

@@ -85,7 +85,7 @@ def parse(args: list[str]) -> Options:
     add = flags.add
     add("--nodes", default="100,1000", help="prefill and decode nodes together, comma-separated")
     add("--blocks", type=int, default=1_000_000, help="blocks in the prefix index of the largest cluster")
-    add("--prompt-blocks", type=int, default=250, metavar="BLOCKS")
+    add("--prompt-blocks", type=int, default=250, metavar="BLOCKS", help="length of prompts")
     add("--decisions", type=int, default=3000, help="decisions per repetition")
     flags.reps(5)
     add("--policy", default=DEFAULT_POLICY, help=f"one of {', '.join(POLICIES)}")

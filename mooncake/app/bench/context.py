@@ -72,7 +72,7 @@ def parse(args: list[str]) -> Options:
     flags.model()
     add("--tokens", type=int, default=4096, help="length of the prompt")
     add("--tail", type=int, default=256, help="last tokens of it, computed with the others as a cached prefix")
-    add("--ranks", type=int, default=2)
+    add("--ranks", type=int, default=2, help="processes among which the prompt is cut")
     add("--methods", default=AUTO, help=f"comma-separated, of {', '.join(ways)}")
     add("--repeat", type=int, default=3, help="timings per measurement")
     flags.json_file()

@@ -358,7 +358,9 @@ def _encoded(found: PartResult) -> bytes:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser("mooncake bench gpu", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        "mooncake bench gpu", description=(__doc__ or "").replace("``", "`"), allow_abbrev=False
+    )
     parser.add_argument("--reps", type=int, default=5, help="repetitions of each measurement; the best one counts")
     parser.add_argument(
         "--out", type=output_file, metavar="OUT", help="write the JSON line to this file, updated after every part"

@@ -87,7 +87,7 @@ def parse(args: list[str]) -> Options:
     add("--formats", default="kv-int8,int8,w8a8", help=f"beside {BASELINE}, comma-separated: {', '.join(FORMATS)}")
     add("--tokens", type=int, default=50_176, help="tokens of text")
     add("--window", type=int, default=512, metavar="TOKENS", help="each token sees the tokens before it in its window")
-    add("--threads", type=int, default=torch.get_num_threads())
+    add("--threads", type=int, default=torch.get_num_threads(), help="threads of the compute library")
     add("--resume", type=output_file, metavar="FILE", help="save results in this file, and continue from it")
     flags.json_file()
     given = flags.read(args)

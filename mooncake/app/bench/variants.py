@@ -84,7 +84,7 @@ def _flags() -> Flags:
     add("--training", type=Path, metavar="DIR", help="folder of tuned weights: saved there, or reused")
     add("--steps", type=int, default=400, help="training steps")
     add("--batch", type=int, default=16, help="prompts per step")
-    add("--rank", type=int, default=16)
+    add("--rank", type=int, default=16, help="of the adapter that makes the variant")
     add("--rate", type=float, default=8e-4, help="learning rate")
     add("--records", type=int, default=12, help="records per prompt")
     add(
@@ -105,7 +105,7 @@ def _flags() -> Flags:
         metavar="MB/S",
         help="limit on the sender's pool, over TCP; 0: none",
     )
-    add("--threads", type=int, default=torch.get_num_threads())
+    add("--threads", type=int, default=torch.get_num_threads(), help="threads of the compute library")
     flags.json_file()
     return flags
 
