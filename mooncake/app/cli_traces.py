@@ -96,7 +96,14 @@ def simulate(
 @app.command()
 def sweep(
     trace: AnyTraceFile,
-    vary: Annotated[str, typer.Option(help="policy, admission, split, nodes, bandwidth, capacity, ssd or load.")],
+    vary: Annotated[
+        str,
+        typer.Option(
+            help="policy, admission, split (5:11, prefill and decode machines), nodes (machines in all), bandwidth "
+            "(Gbit/s of each), capacity (tokens of KV in a prefill machine's memory), ssd (on its SSD) or load (times "
+            "the trace's speed)."
+        ),
+    ],
     values: Annotated[str, typer.Option(help="Comma-separated: 0.5,1,2 or 5:11,8:8 or random,milliseconds.")],
     preset: Preset = "",
     cluster: ClusterFile = None,

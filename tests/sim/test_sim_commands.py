@@ -188,6 +188,7 @@ def test_sweep_varies_one_thing(trace: Path, tmp_path: Path) -> None:
         ("paper-16", "capacity", "inf", "'inf' is not a number"),
         ("paper-16-ssd", "capacity", "0", "only prefill machines with store_tokens"),
         ("paper-16", "load", "0", "never ends"),
+        ("paper-16", "nodes", "8:8", "--vary nodes --values 8:8: '8:8' is not a number"),
         ("vllm-16", "split", "3:3", "vllm-16 has no prefill machines"),
         ("vllm-16", "ssd", "3e6", "vllm-16 has no prefill machines"),
     ],

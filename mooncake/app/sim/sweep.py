@@ -110,10 +110,15 @@ def sweep(
     """Raises ConfigError for an unknown parameter or an invalid value, before anything is simulated."""
     if vary not in VARIED:
         raise ConfigError(f"{vary!r} cannot be varied; possible: {', '.join(VARIED)}")
-    settings = [VARIED[vary](setting, value.strip()) for value in values]
-    for cluster, run in settings:
-        cluster.check()
-        Simulation(cluster, trace[:1], run)  # checks policies and the sizes of SSDs
+    settings = []
+    for value in values:
+        try:
+            cluster, run = VARIED[vary](setting, value.strip())
+            cluster.check()
+            Simulation(cluster, trace[:1], run)  # checks policies and the sizes of SSDs
+        except ConfigError as error:
+            raise ConfigError(f"--vary {vary} --values {value}: {error.message}") from None
+        settings.append((cluster, run))
     points = []
     for value, (cluster, run) in zip(values, settings, strict=True):
         simulation, wall_s = play(cluster, trace, run, f"{vary} {value}")
