@@ -78,7 +78,7 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None) ->
     tree: dict[str, object] = {}
     if path is not None:
         try:
-            tree = tomllib.loads(path.read_text(encoding="utf-8"))
+            tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ the vocabulary size.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import lzma
@@ -135,7 +136,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 number += 1
                 if len(line) == MAX_LINE_BYTES:
                     raise InvalidRequest(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES >> 20} MiB")
-                yield number, line
+                yield number, line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
     except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
         raise InvalidRequest(f"{path}: the compressed file is damaged: {error}") from None
     except OSError as error:

@@ -34,8 +34,9 @@ def test_plain_xz_and_gz_files_read_the_same(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(text)
     (tmp_path / "t.jsonl.xz").write_bytes(lzma.compress(text.encode()))
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "marked.jsonl").write_text(text, encoding="utf-8-sig")  # as some editors write it
     expected = [TraceRequest(0, 600, 5, (0, 1)), TraceRequest(3000, 512, 5, (7,))]
-    for name in ("t.jsonl", "t.jsonl.xz", "t.jsonl.gz"):
+    for name in ("t.jsonl", "t.jsonl.xz", "t.jsonl.gz", "marked.jsonl"):
         assert load_trace(tmp_path / name) == expected
         assert load_trace(tmp_path / name, limit=1) == expected[:1]
 

@@ -24,7 +24,9 @@ def settings(path: Path | None, overrides: list[str]) -> list[Setting]:
     """All values in the order of the configuration, with secrets hidden. Raises ConfigError for a wrong value."""
     values = dict(_flat(msgspec.to_builtins(masked(load_config(path, overrides)))))
     defaults = dict(_flat(msgspec.to_builtins(Config())))
-    in_file = {name for name, _ in _flat(tomllib.loads(path.read_text()))} if path is not None else set()
+    in_file = (
+        {name for name, _ in _flat(tomllib.loads(path.read_text(encoding="utf-8-sig")))} if path is not None else set()
+    )
     flagged = {override.partition("=")[0].strip() for override in overrides}
 
     def origin(name: str) -> str:

@@ -238,7 +238,7 @@ def test_the_version_is_a_command_and_a_flag() -> None:
 
 
 def test_config_show_tells_where_each_value_comes_from(tmp_path: Path) -> None:
-    (tmp_path / "c.toml").write_text("[store]\ndram_gb = 3\nlease_s = 4\n")
+    (tmp_path / "c.toml").write_text("[store]\ndram_gb = 3\nlease_s = 4\n", encoding="utf-8-sig")
     done = run("config", "show", "--origin", "--json", "--config", f"{tmp_path}/c.toml", "--set", "store.lease_s=5")
     origins = {row["name"]: (row["value"], row["origin"]) for row in json.loads(done.stdout)}
     assert origins["store.dram_gb"] == (3.0, f"{tmp_path}/c.toml")

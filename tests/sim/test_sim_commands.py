@@ -96,7 +96,8 @@ def test_a_cluster_that_makes_no_sense_is_refused_with_its_reason(change: tuple[
 def test_a_cluster_says_only_what_is_otherwise_than_in_another(tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     base, mine = tmp_path / "shared" / "base.toml", tmp_path / "mine.toml"
-    base.write_text('name = "base"\nextends = "paper-16"\nnote = "of base"\n[slo]\ntbt_ms = 50.0\n')
+    text = 'name = "base"\nextends = "paper-16"\nnote = "of base"\n[slo]\ntbt_ms = 50.0\n'
+    base.write_text(text, encoding="utf-8-sig")  # with the mark that some editors write
     mine.write_text('name = "mine"\nextends = "shared/base.toml"\n[curves.a800-llama3-70b]\nprefix_ms = 1.0\n')
     paper, found = load_preset("paper-16"), load_cluster(mine)
 

@@ -246,7 +246,7 @@ def _preset(name: str) -> _Source:
 
 def _file(path: Path) -> _Source:
     try:
-        return _Source(str(path), path.read_text(), path.resolve())
+        return _Source(str(path), path.read_text(encoding="utf-8-sig"), path.resolve())
     except (OSError, UnicodeDecodeError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"cannot read the cluster file {path}: {reason}") from None
