@@ -108,7 +108,7 @@ class CpuKernels:
             places[place] = row.ctypes.data
         tokens = (LONG * count)()
         where = None if draws is None else (LONG * count)(*positions)
-        self._sample(places, count, size, draws, where, tokens, num_threads())
+        check(self._sample(places, count, size, draws, where, tokens, num_threads()))
         return tokens[:]
 
     def score(
@@ -121,7 +121,7 @@ class CpuKernels:
         given = [np.array(numbers, np.int64) for numbers in (rows, tokens, counts)]
         logprobs, ranks = np.empty(num_rows), np.empty(num_rows, np.int64)
         ids, tops = np.empty((num_rows, most), np.int64), np.empty((num_rows, most))
-        self._score(
+        status = self._score(
             logits.data_ptr(),
             logits.stride(0),
             num_rows,
@@ -131,6 +131,7 @@ class CpuKernels:
             *(numbers.ctypes.data for numbers in (logprobs, ranks, ids, tops)),
             num_threads(),
         )
+        check(status)
         return logprobs.tolist(), ranks.tolist(), ids.tolist(), tops.tolist()
 
     def rms_norm(self, hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -151,7 +152,7 @@ class CpuKernels:
             return reference.add_rms_norm(residual, update, weight, eps)
         output = torch.empty_like(residual)
         width = weight.shape[0]
-        self._add_rms_norm(
+        status = self._add_rms_norm(
             residual.data_ptr(),
             None if update is None else update.data_ptr(),
             weight.data_ptr(),
@@ -161,6 +162,7 @@ class CpuKernels:
             eps,
             num_threads(),
         )
+        check(status)
         return output
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -168,7 +170,7 @@ class CpuKernels:
             return reference.silu_mul(gate_up)
         tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         output = gate_up.new_empty((tokens, width))
-        self._silu_mul(gate_up.data_ptr(), output.data_ptr(), tokens, width, num_threads())
+        check(self._silu_mul(gate_up.data_ptr(), output.data_ptr(), tokens, width, num_threads()))
         return output
 
     def rope_write_kv(

@@ -1,6 +1,7 @@
 """The interface of the C++ library: its functions' signatures, structures that mirror its own, and its status codes.
 
 The C side checks block ids, slots and positions: a wrong one is our bug and raises IndexError before a byte is written.
+Where it finds no memory, what it should have written is not to be used; a later call may succeed.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ PROBLEMS = {
     2: "a position lies outside the model's length",
     3: "a token id or row lies outside its range",
 }
-STOPPED_BY_HOOK = 4
+STOPPED_BY_HOOK, NO_MEMORY = 4, 5
 DRAW = struct.Struct("=dddqQ")
 """How one token is chosen: temperature, top_p, min_p, top_k, seed; mirrors ``Draw`` of sampling.h."""
 ROW_UNIT = 64  # bytes, as in packed.h
@@ -173,5 +174,8 @@ def page_kind(dtype: torch.dtype) -> int:
 
 
 def check(status: int) -> None:
+    """Raises IndexError, or MemoryError."""
+    if status == NO_MEMORY:
+        raise MemoryError("the kernels found none")
     if status:
         raise IndexError(PROBLEMS[status])

@@ -97,7 +97,7 @@ class PanelLinear:
         source = source.contiguous()  # packing reads it by address
         row_bytes = self._inputs * source.element_size()
         panels = self._take(self._width * (row_bytes + -row_bytes % ROW_UNIT))
-        self._library.mc_pack(self.address, source.data_ptr(), panels, num_threads())
+        check(self._library.mc_pack(self.address, source.data_ptr(), panels, num_threads()))
 
     def _pack_groups(self, weight: GroupedCodes) -> None:
         layer, scales, offsets = self._layer, weight.scales.contiguous(), weight.offsets
@@ -116,14 +116,14 @@ class PanelLinear:
         group_bytes = 4 * (1 + layer.has_offsets) + layer.group * layer.code_bits // 8
         panels = self._take(self._width * self._inputs // layer.group * group_bytes)
         given = [None if each is None else each.data_ptr() for each in (codes, scales, offsets)]
-        self._library.mc_pack_groups(self.address, *given, panels, num_threads())
+        check(self._library.mc_pack_groups(self.address, *given, panels, num_threads()))
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         tokens, inputs = hidden.shape
         stride, adjacent = hidden.stride()
         assert hidden.dtype is torch.float32 and inputs == self._inputs and adjacent == 1
         output = hidden.new_empty((tokens, self._outputs))
-        self._linear(self.address, hidden.data_ptr(), stride, output.data_ptr(), tokens, num_threads())
+        check(self._linear(self.address, hidden.data_ptr(), stride, output.data_ptr(), tokens, num_threads()))
         return output
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:

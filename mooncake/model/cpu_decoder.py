@@ -17,7 +17,7 @@ from typing import ClassVar, cast
 import torch
 
 from mooncake.kernels.cpu import CpuKernels
-from mooncake.kernels.cpu_library import PROBLEMS, STOPPED_BY_HOOK, check_mirrors, page_kind
+from mooncake.kernels.cpu_library import STOPPED_BY_HOOK, check, check_mirrors, page_kind
 from mooncake.kernels.cpu_panels import PanelLinear
 from mooncake.kernels.cpu_threads import num_threads
 from mooncake.kernels.reference import Matrix
@@ -215,8 +215,7 @@ class CpuDecoder:
         )
         if told.error is not None:
             raise told.error
-        if status:
-            raise IndexError(PROBLEMS[status])
+        check(status)
         return logits
 
     def _step(

@@ -62,25 +62,64 @@ def test_without_a_build_the_reference_serves_and_one_line_says_why(
 
 
 SHORT_OF_MEMORY = """
-import resource, sys
+import contextlib, resource
 import torch
 from mooncake.kernels import choose_kernels
+from mooncake.kernels.cpu_library import DRAW
 from mooncake.kernels.cpu_threads import use_threads
 torch.set_num_threads(1)
-kernels, gate_up = choose_kernels(), torch.ones(4096, 256)
+kernels = choose_kernels()
+
+@contextlib.contextmanager
+def no_more_than(further_bytes):
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as sizes:
+        taken = int(sizes.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + further_bytes, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+"""
+NO_THREADS = """
+gate_up = torch.ones(4096, 256)
 expected = kernels.silu_mul(gate_up).sum()  # on this thread
 use_threads(8)
-_, most = resource.getrlimit(resource.RLIMIT_AS)
-with open("/proc/self/statm") as sizes:
-    taken = int(sizes.read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + (4 << 20), most))  # for the result's 2 MiB, not for a thread's stack
-done = kernels.silu_mul(gate_up).sum()
-resource.setrlimit(resource.RLIMIT_AS, (most, most))
+with no_more_than(4 << 20):  # for the result's 2 MiB, not for a thread's stack
+    done = kernels.silu_mul(gate_up).sum()
 print(bool(done == expected), type(kernels).__name__)
+"""
+NO_SCRATCH = """
+weight, hidden = torch.rand(64, 4096), torch.ones(4096, 4096)
+logits = torch.stack([torch.randperm(1 << 20) for _ in range(8)]).float()
+rows, draws = range(8), DRAW.pack(1.0, 1.0, 0.0, 1, 7) * 8
+linear = kernels.linear(weight)
+calls = [
+    lambda: bool(torch.allclose(linear(hidden)[-1], weight.sum(1))),
+    lambda: kernels.sample(logits, rows, {}, draws, rows) == logits.argmax(1).tolist(),
+]
+use_threads(2)
+kernels.silu_mul(torch.ones(4096, 256))  # starts one
+for call in calls:
+    for further_bytes in (6 << 20, 1 << 30):  # for some of what a thread keeps between calls
+        try:
+            with no_more_than(further_bytes):
+                print(call())
+        except MemoryError as error:
+            print(error)
 """
 
 
-def test_where_no_more_threads_start_those_that_run_do_the_work() -> None:
-    command = [sys.executable, "-c", SHORT_OF_MEMORY]
+def run_short_of_memory(script: str) -> str:
+    command = [sys.executable, "-c", SHORT_OF_MEMORY + script]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert (done.returncode, done.stdout) == (0, "True CpuKernels\n"), done.stderr[-500:]
+    assert done.returncode == 0, done.stderr[-500:]
+    return done.stdout
+
+
+def test_where_no_more_threads_start_those_that_run_do_the_work() -> None:
+    assert run_short_of_memory(NO_THREADS) == "True CpuKernels\n"
+
+
+def test_a_call_without_memory_for_what_threads_keep_is_an_error_and_the_next_one_is_right() -> None:
+    assert run_short_of_memory(NO_SCRATCH).splitlines() == ["the kernels found none", "True"] * 2

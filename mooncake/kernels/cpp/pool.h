@@ -15,10 +15,10 @@
 #include <climits>
 #include <cstdint>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 #include <linux/futex.h>
@@ -38,9 +38,12 @@ public:
         used_ = 0;
         if (bytes > capacity_) {
             // Rows of activations are pages apart: with small pages, each access would be an address lookup.
-            capacity_ = bytes < LARGE_PAGE ? bytes : (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
-            memory_.reset((char*)std::aligned_alloc(bytes < LARGE_PAGE ? 64 : LARGE_PAGE, capacity_));
-            if (!memory_) throw std::bad_alloc();  // nobody catches it: the process ends, and is started again
+            const int64_t capacity = bytes < LARGE_PAGE ? bytes : (bytes + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+            memory_.reset();
+            capacity_ = 0;
+            memory_.reset((char*)std::aligned_alloc(bytes < LARGE_PAGE ? 64 : LARGE_PAGE, capacity));
+            if (!memory_) throw std::bad_alloc();
+            capacity_ = capacity;
             if (bytes >= LARGE_PAGE) madvise(memory_.get(), capacity_, MADV_HUGEPAGE);
         }
         return (T*)memory_.get();
@@ -68,7 +71,8 @@ public:
     }
 
     // Calls body(i) for all i in [0, items), on up to `threads` threads; returns when all are done. One loop runs at a
-    // time: called from inside a loop, or while another caller has the threads, the caller does all of it.
+    // time: called from inside a loop, or while another caller has the threads, the caller does all of it. Throws
+    // std::bad_alloc if a body does, on whichever thread; whatever else a body throws ends the process.
     template <class Body> void run(int64_t items, int threads, const Body& body) {
         const int team = int(std::min<int64_t>({items, threads, MAX_THREADS}));
         if (team <= 1 || items >= MAX_ITEMS || !busy_.try_lock()) {
@@ -77,7 +81,13 @@ public:
         }
         std::lock_guard<std::mutex> held(busy_, std::adopt_lock);
         start_threads(team - 1);
-        call_ = [](const void* context, int64_t i) { (*(const Body*)context)(i); };
+        call_ = [](const void* context, int64_t i) {
+            try {
+                (*(const Body*)context)(i);
+            } catch (const std::bad_alloc&) {
+                shared().is_short_.store(true, std::memory_order_relaxed);
+            }
+        };
         context_ = &body;
         team_.store(team, std::memory_order_relaxed);
         left_.store(uint32_t(items), std::memory_order_relaxed);
@@ -88,6 +98,10 @@ public:
         if (sleepers_.load(std::memory_order_seq_cst)) futex(&round_, FUTEX_WAKE_PRIVATE, INT_MAX);
         work(round, 0, team);
         wait_for_the_rest();
+        if (is_short_.load(std::memory_order_relaxed)) {
+            is_short_.store(false, std::memory_order_relaxed);
+            throw std::bad_alloc();
+        }
     }
 
 private:
@@ -121,7 +135,7 @@ private:
     void start_threads(int count) {
         try {
             for (; num_threads_ < count; num_threads_++) std::thread([this, id = num_threads_ + 1] { serve(id); }).detach();
-        } catch (const std::system_error&) {  // there are no more: those that run take all items
+        } catch (const std::exception&) {  // no thread or no memory is left: those that run take all items
         }
     }
 
@@ -190,6 +204,7 @@ private:
     std::atomic<int> sleepers_{0};
     alignas(64) std::atomic<uint32_t> left_{0};
     std::atomic<bool> is_waiting_{false};
+    std::atomic<bool> is_short_{false};  // of memory, in this loop
     std::array<Range, MAX_THREADS> ranges_;
 };
 

@@ -152,7 +152,7 @@ private:
 
     // Fills ids_ and values_ with the kept_ tokens at or above `threshold`, in order of their ids, and their logits.
     void keep(float threshold) {
-        if (int64_t(ids_.size()) < size_ + W) {
+        if (int64_t(weights_.size()) < size_ + 5 * DW) {  // the last that grows: there may be no memory for it
             ids_.resize(size_ + W);
             values_.resize(size_ + 4 * DW);
             weights_.resize(size_ + 5 * DW);

@@ -6,7 +6,7 @@
 
 namespace mooncake {
 
-enum Status : int { OK = 0, BAD_BLOCK = 1, BAD_POSITION = 2, BAD_TOKEN = 3, STOPPED_BY_HOOK = 4 };
+enum Status : int { OK = 0, BAD_BLOCK = 1, BAD_POSITION = 2, BAD_TOKEN = 3, STOPPED_BY_HOOK = 4, NO_MEMORY = 5 };
 
 inline void normalise(const float* from, const float* weight, float* to, int count, float eps) {
     vf squares{};
