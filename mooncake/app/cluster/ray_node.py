@@ -14,10 +14,12 @@ from typing import TypeVar, cast
 import msgspec
 from msgspec.structs import replace
 
+from mooncake.app.cluster.last_resort import LoopWatch, end_when_crippled
 from mooncake.app.cluster.ray_head import is_loopback
 from mooncake.app.cluster.role_main import Node, raise_file_limit, set_up_logging
 from mooncake.config import Config
 from mooncake.errors import MooncakeError
+from mooncake.threads import Threads
 from mooncake.types import Role
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ class RayNode:
                 os._exit(1)
             self._failure = error.message  # returned by `failure`: Ray would bury it in a traceback
         else:
+            if config.node.step_timeout_s:
+                LoopWatch(self._loop)
             self._ending = asyncio.run_coroutine_threadsafe(_end_when_fatal(self._node), self._loop)
 
     def failure(self) -> str:
@@ -87,6 +91,9 @@ def was_alive() -> bool:
 
 
 async def _started(role: str, config: Config) -> Node:
+    loop = asyncio.get_running_loop()
+    end_when_crippled(loop)
+    loop.set_default_executor(Threads(name="aside"))
     can_switch = config.cluster.switchable and role in (Role.PREFILL, Role.DECODE)
     module, name = SWITCHABLE if can_switch else NODE_BUILDERS[role]
     node = cast(Node, getattr(importlib.import_module(module), name)(config))
