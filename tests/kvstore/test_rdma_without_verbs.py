@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvstore.pointers import address_of
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.rdma.find import VerbsUnavailable
-from kvstore.transfer.rdma.memory import merge
+from kvstore.transfer.rdma.memory import RegisteredMemory, merge
 from kvstore.transfer.rdma.verbs import Device, Endpoint
 from kvstore.transfer.requests import ReadRange
 from kvstore.transfer.server import SegmentServer
@@ -46,6 +50,38 @@ def test_runs_are_joined_where_both_sides_touch_under_the_same_keys():
     for other in ((111, 1, 910, 2, 5), (110, 1, 911, 2, 5), (110, 9, 910, 2, 5), (110, 1, 910, 9, 5)):
         runs = [(100, 1, 900, 2, 10), other]
         assert merge(runs) == runs
+
+
+@dataclass
+class RegisteredPiece:
+    address: int
+    nbytes: int
+    lkey: int = 7
+
+    def close(self) -> None:
+        pass
+
+
+class AnyDevice:
+    def register(self, address: int, nbytes: int, access: int) -> RegisteredPiece:
+        return RegisteredPiece(address, nbytes)
+
+
+def test_memory_that_no_thread_is_left_to_register_is_copied(caplog: pytest.LogCaptureFixture):
+    """The node that wanted it did not start, and then could not close it."""
+    memory, later = bytearray(100), bytearray(50)
+    registered = RegisteredMemory(cast(Device, AnyDevice()))
+    before = threading.stack_size(1 << 46)  # more than there is address space: no thread can be started
+    try:
+        registered.add(memoryview(memory))
+    finally:
+        threading.stack_size(before)
+    assert "100 bytes that should be registered are copied" in caplog.text
+    registered.add(memoryview(later))
+    assert registered.find(address_of(memoryview(memory)), 100) is None
+    while registered.find(address_of(memoryview(later)), 50) is None:
+        time.sleep(0.01)
+    registered.close()
 
 
 def test_a_machine_without_verbs_says_so_in_one_line_and_goes_on(caplog: pytest.LogCaptureFixture):

@@ -34,9 +34,13 @@ class RegisteredMemory:
     def add(self, memory: memoryview) -> None:
         thread = threading.Thread(target=self._pin, args=(memory,), name="rdma-register", daemon=True)
         with self._lock:
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("%s; %d bytes that should be registered are copied", error, memory.nbytes)
+                return
             self._kept.append(memory)
             self._threads.append(thread)
-        thread.start()
 
     def find(self, address: int, nbytes: int) -> tuple[int, int] | None:
         """(address, local key), or None for memory that is not inside one registered piece."""
