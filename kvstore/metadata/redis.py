@@ -45,6 +45,7 @@ MAX_PENDING_BYTES = 8 << 20  # over all nodes; beyond that, the whole table is w
 MAX_LOG_BYTES = 256 << 20
 MAX_LOADED_BYTES = 256 << 20  # of all logs: as many blocks as a conductor's index takes
 MAX_NODES = 4096  # that are read: no cluster has more
+MAX_NAMES_BYTES = 64 << 20  # that the nodes' ids take in Redis
 MAX_DESCRIPTION_BYTES = 1 << 14
 COMPACT_RATIO, COMPACT_SLACK_BYTES = 3, 1 << 20
 MAX_STREAM = 10_000
@@ -201,7 +202,12 @@ class RedisDirectory:
         return nodes
 
     async def _some_names(self) -> list[str]:
-        """All nodes, unless there are too many."""
+        """All nodes, unless there are too many; none if their ids are not those of a cluster."""
+        with suppress(ResponseError):  # some servers do not tell it
+            taken = await _answer(self._redis.memory_usage(self._key("nodes"), samples=0)) or 0
+            if taken > MAX_NAMES_BYTES:
+                log.warning("the ids of nodes take %d bytes in Redis: they are not read", taken)
+                return []
         ids: list[bytes] = await _answer(self._redis.srandmember(self._key("nodes"), MAX_NODES))
         if len(ids) == MAX_NODES:
             log.warning("Redis holds %d nodes or more; others are not read", MAX_NODES)

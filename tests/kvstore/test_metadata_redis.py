@@ -16,7 +16,7 @@ from redis_process import RedisProcess
 
 from conductor.prefixes.index import PrefixIndex
 from kvstore.metadata.records import RECORD_BYTES, Cursor
-from kvstore.metadata.redis import MAX_NODES, MAX_STREAM, RedisDirectory
+from kvstore.metadata.redis import MAX_NAMES_BYTES, MAX_NODES, MAX_STREAM, RedisDirectory
 from mooncake.directory import RECORD_KEY_BYTES, KnownNode
 from mooncake.errors import ConfigError
 from mooncake.types import BlockEvent, BlockKey, Tier
@@ -362,6 +362,12 @@ async def test_of_too_much_no_more_is_read_than_a_cluster_has(
     await redis.sadd(f"{PREFIX}:nodes", *names)
     assert 1 < len(await restarted(server.url)) <= MAX_NODES
     assert f"Redis holds {MAX_NODES} nodes or more" in caplog.text
+    await redis.sadd(f"{PREFIX}:nodes", bytes(MAX_NAMES_BYTES))
+    assert await restarted(server.url) == {}
+    assert "they are not read" in caplog.text
+    await redis.srem(f"{PREFIX}:nodes", bytes(MAX_NAMES_BYTES))
+    await redis.acl_setuser("default", enabled=True, commands=["-memory"])
+    assert await restarted(server.url)
     await redis.aclose()
 
 
