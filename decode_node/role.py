@@ -25,6 +25,8 @@ from mooncake.rpc import cluster_pb2, decode_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.rpc.server import Channels, RpcServer
 
+TBT_ROOM = 0.85  # of the limit, for a step and its rest: as admission has it, which predicts steps without rests
+
 
 def open_segment(node_id: str, size: CacheSize) -> Segment:
     """Memory for the cache, or its mirror, that other nodes can write into."""
@@ -58,7 +60,7 @@ class DecodeRole:
         self.receiver = Receiver(host.thread, self._segment_server, host.mirror, layout)
         self._servicer = DecodeServicer(host, self.receiver, self.hook, self._segment_server)
         self._rests_per_step = 1 / config.node.decode_share - 1
-        self._most_s = config.conductor.tbt_limit_ms / 1e3 or math.inf  # from one step to the next
+        self._most_s = TBT_ROOM * config.conductor.tbt_limit_ms / 1e3 or math.inf  # from one step to the next
 
     def serve(self, server: RpcServer) -> None:
         """Export the segment and add the service. Raises ConfigError for unavailable transports."""
