@@ -122,6 +122,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    [caught] = [line.split()[1] for line in status.splitlines() if line.startswith("SigCgt")]
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
 def test_a_signal_stops_a_node_cleanly() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         with lamp("--set", "node.id=lamp-7") as process:
@@ -215,6 +221,21 @@ def test_a_node_without_file_descriptors_stops_cleanly() -> None:
         out, err = process.communicate(timeout=20)
         assert (process.returncode, out) == (0, "off\n")
         assert "Traceback" not in err
+
+
+def test_a_node_without_standard_files_takes_no_other_file_for_them() -> None:
+    with subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", ROLE]) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while not catches(process.pid, signal.SIGTERM):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            files = [Path(f"/proc/{process.pid}/fd/{number}").readlink() for number in range(3)]
+            assert files == [Path("/dev/null")] * 3
+            process.terminate()
+            assert process.wait(timeout=20) == 0
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize(

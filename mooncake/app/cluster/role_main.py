@@ -62,6 +62,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
     The process is ended at once by a second signal, ``node.drain_s`` plus ``STOP_GRACE_S`` after the first one, or, if
     the node was still starting, ``START_GRACE_S`` after it, even during computations or compilations.
     """
+    hold_standard_files()
     arguments = _parse(name, argv)
     try:
         config = load_config(arguments.config, arguments.set)
@@ -267,6 +268,17 @@ def pin_to(cores: tuple[int, ...]) -> None:
         os.sched_setaffinity(0, cores)
     except (AttributeError, OSError, ValueError) as error:
         raise ConfigError(f"this process cannot run on the cores {list(cores)} (node.cores): {error}") from None
+
+
+def hold_standard_files() -> None:
+    """Give a process that was started without standard input, output or error /dev/null instead. Otherwise the next
+    file or connection gets that number, and what anybody writes to stderr."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))  # it was None
 
 
 def raise_file_limit() -> None:
