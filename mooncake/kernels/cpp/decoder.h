@@ -13,6 +13,7 @@ namespace mooncake {
 
 constexpr int32_t NO_WINDOW = INT32_MIN;  // with a group added to it, the kind of layers without a window
 constexpr int32_t NOTHING = INT32_MAX;    // no kind
+constexpr int FEW_STRIPS = 2;             // of rows: products of so few use the memory themselves
 
 // Mirrored in cpu_decoder.py, as are the structures that follow.
 struct DecoderLayer {
@@ -265,7 +266,7 @@ private:
         if (instead_) return instead_(int(index), qkv_, call_.query_stride, mixed_) ? STOPPED_BY_HOOK : OK;
         forecast_.end();
         attend(call_, plan_of(layer), pages_of(layer), threads_);
-        if (index < step_.last_layer && step_.num_tokens > STRIP) foresee(model_.layers[index + 1]);
+        if (index < step_.last_layer && step_.num_tokens > FEW_STRIPS * STRIP) foresee(model_.layers[index + 1]);
         return OK;
     }
 

@@ -1,4 +1,4 @@
-// Memory that will be read after the products at hand. With many rows those wait for arithmetic while memory is idle, so
+// Memory that will be read after the products at hand. With many rows those wait for arithmetic and leave memory idle, so
 // whoever multiplies brings some of what attention reads next into the caches.
 #pragma once
 
@@ -12,9 +12,9 @@ namespace mooncake {
 
 class Forecast {
 public:
-    static constexpr int LINES = 96;           // of a stretch, brought while a strip is multiplied by a part of a panel
+    static constexpr int LINES = 64;           // of a stretch, brought while a strip is multiplied by a part of a panel
     static constexpr int64_t STRETCH = LINES * 64;
-    static constexpr int64_t MOST = 12 << 20;  // bytes: more would push each other out of the third cache
+    static constexpr int64_t MOST = 8 << 20;  // bytes: more would push each other out of the third cache
 
     // What will be read, at offsets from a base.
     void clear() { offsets_.clear(); }
