@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -67,7 +68,9 @@ class AnyDevice:
         return RegisteredPiece(address, nbytes)
 
 
-def test_memory_that_no_thread_is_left_to_register_is_copied(caplog: pytest.LogCaptureFixture):
+def test_memory_that_no_thread_is_left_to_register_is_copied(
+    caplog: pytest.LogCaptureFixture, eventually: Callable[..., None]
+):
     """The node that wanted it did not start, and then could not close it."""
     memory, later = bytearray(100), bytearray(50)
     registered = RegisteredMemory(cast(Device, AnyDevice()))
@@ -79,8 +82,7 @@ def test_memory_that_no_thread_is_left_to_register_is_copied(caplog: pytest.LogC
     assert "100 bytes that should be registered are copied" in caplog.text
     registered.add(memoryview(later))
     assert registered.find(address_of(memoryview(memory)), 100) is None
-    while registered.find(address_of(memoryview(later)), 50) is None:
-        time.sleep(0.01)
+    eventually(lambda: registered.find(address_of(memoryview(later)), 50) is not None)
     registered.close()
 
 
