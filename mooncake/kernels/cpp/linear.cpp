@@ -48,8 +48,7 @@ struct OwnLines {
     void bring(const char* panel) const { prefetch_panel(panel); }
 };
 
-// For a panel that several strips read: a loop that waits for its own weights leaves the memory idle once it has them. All
-// loops have a multiple of PACE steps.
+// For a panel that several strips read: a loop that waits for its own weights leaves the memory idle once it has them.
 struct OtherLines {
     static constexpr int STEPS = PACE;
     const char* weights;
@@ -70,6 +69,8 @@ private:
         lines -= PACE;
     }
 };
+static_assert(ROW_UNIT / 4 % PACE == 0 && DEEP % ROW_UNIT == 0, "every loop has a multiple of PACE steps");
+static_assert(Forecast::LINES % PACE == 0, "no more is brought than a stretch has");
 
 template <WeightKind KIND> constexpr int GROUP = 4 / sizeof(Held<KIND>);  // inputs whose weights are PANEL * 4 bytes
 
