@@ -16,7 +16,7 @@ from kvstore.client.store_client import StoreClient
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.server import SegmentServer
-from mooncake.config import transfer_secret
+from mooncake.config import TBT_ROOM, transfer_secret
 from mooncake.connection_cache import ConnectionCache
 from mooncake.engine.backend import CacheSize
 from mooncake.engine.host import EngineHost
@@ -24,8 +24,6 @@ from mooncake.prefault import prefault_in_background
 from mooncake.rpc import cluster_pb2, decode_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.rpc.server import Channels, RpcServer
-
-TBT_ROOM = 0.85  # of the limit, for a step and its rest: as admission has it, which predicts steps without rests
 
 
 def open_segment(node_id: str, size: CacheSize) -> Segment:
@@ -60,7 +58,7 @@ class DecodeRole:
         self.receiver = Receiver(host.thread, self._segment_server, host.mirror, layout)
         self._servicer = DecodeServicer(host, self.receiver, self.hook, self._segment_server)
         self._rests_per_step = 1 / config.node.decode_share - 1
-        self._most_s = TBT_ROOM * config.conductor.tbt_limit_ms / 1e3 or math.inf  # from one step to the next
+        self._most_s = TBT_ROOM * config.conductor.tbt_limit_ms / 1e3 or math.inf  # for a step and its rest
 
     def serve(self, server: RpcServer) -> None:
         """Export the segment and add the service. Raises ConfigError for unavailable transports."""

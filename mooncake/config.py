@@ -21,6 +21,7 @@ from mooncake.api_keys import API_KEY_ENV, HIDDEN
 from mooncake.config_checks import check_values
 from mooncake.config_sections import (
     GENERATION_CONFIGS,
+    TBT_ROOM,
     BlockSection,
     ClusterSection,
     ConductorSection,
@@ -39,6 +40,7 @@ from mooncake.errors import ConfigError
 
 __all__ = [
     "GENERATION_CONFIGS",
+    "TBT_ROOM",
     "BlockSection",
     "ClusterSection",
     "ConductorSection",

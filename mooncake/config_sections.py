@@ -15,6 +15,9 @@ from mooncake.model_config import ModelConfig
 from mooncake.page_groups import PageGroups, as_one_group, block_layout, groups_of
 from mooncake.precision import Coding, Precision, resolve_precision
 
+TBT_ROOM = 0.85
+"""Of ``conductor.tbt_limit_ms``, for a step that admission predicts, and for one with the rest after it: a request's
+longest gaps come later, or before its first step."""
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
 
 

@@ -23,9 +23,9 @@ from conductor.admission.lengths import Kind, OutputLengths
 from conductor.arrays import Floats
 from conductor.placement.scheduler import Placement
 from conductor.placement.view import PlacementQuery
+from mooncake.config import TBT_ROOM
 
 CONFIDENCE = 0.9  # fraction of the sampled futures in which the request must fit
-TBT_ROOM = 0.85  # of the limit, for the step a request joins: its longest gaps come later, or before its first step
 COMFORT = 0.7  # if all loads are certainly below this fraction of the limits, no future is sampled
 
 

@@ -9,10 +9,11 @@ from placing import Cluster
 from conductor.admission.admission import Admission, Mode
 from conductor.admission.fair_queue import Band
 from conductor.admission.lengths import Kind, OutputLengths, Turns, sample_beyond
-from conductor.admission.rules import ADMISSIONS, TBT_ROOM, Limits, peak_tokens
+from conductor.admission.rules import ADMISSIONS, Limits, peak_tokens
 from conductor.placement.bookings import Booking
 from conductor.placement.view import RequestFacts
 from conductor.registry import NodeLoad
+from mooncake.config import TBT_ROOM
 
 CHAT = Kind(b"chat", 640)
 

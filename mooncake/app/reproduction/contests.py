@@ -1,6 +1,6 @@
 """Our defaults against all others: placement against the published formulas, admission against the paper's.
 
-Placement and admission are scored only on the second half of each trace; the defaults (admission.TBT_ROOM, the
+Placement and admission are scored only on the second half of each trace; the defaults (config.TBT_ROOM, the
 constants of waits) were chosen on the first half. ``crowd`` and ``shift`` state in their set-up what they are scored
 on.
 """
