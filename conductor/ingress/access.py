@@ -15,7 +15,7 @@ import grpc
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from conductor.ingress.http_errors import error_response
+from conductor.ingress.http.errors import error_response
 from mooncake.api_keys import HEADER, ApiKeys
 from mooncake.errors import MooncakeError, Unauthenticated
 

@@ -19,24 +19,24 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from conductor.api import AdapterLoading, Generator
-from conductor.ingress.absent_paths import refused_because
 from conductor.ingress.access import KeyMiddleware
-from conductor.ingress.adapters_api import AdaptersApi
-from conductor.ingress.anthropic import MESSAGES, MessagesApi, refusal
-from conductor.ingress.edge import EdgeMiddleware
-from conductor.ingress.event_stream import KEEP_ALIVE_S
-from conductor.ingress.grpc import SERVICE, InferenceService
-from conductor.ingress.http_errors import NoSuchRoute, WrongMethod, error_response, guarded, json_response
-from conductor.ingress.http_server import HttpServer
-from conductor.ingress.intake import Intake
+from conductor.ingress.apis.adapters import AdaptersApi
+from conductor.ingress.apis.anthropic import MESSAGES, MessagesApi, refusal
+from conductor.ingress.apis.grpc import SERVICE, InferenceService
+from conductor.ingress.apis.intake import Intake
+from conductor.ingress.apis.models import ModelsApi
+from conductor.ingress.apis.openai import OpenAIApi
+from conductor.ingress.apis.responses import ResponsesApi
+from conductor.ingress.apis.tokenizer import TokenizerApi
+from conductor.ingress.http.absent_paths import refused_because
+from conductor.ingress.http.edge import EdgeMiddleware
+from conductor.ingress.http.errors import NoSuchRoute, WrongMethod, error_response, guarded, json_response
+from conductor.ingress.http.event_stream import KEEP_ALIVE_S
+from conductor.ingress.http.server import HttpServer
 from conductor.ingress.metrics import CONTENT_TYPE, Metrics
-from conductor.ingress.models_api import ModelsApi
-from conductor.ingress.openai import OpenAIApi
 from conductor.ingress.parsers.output_format import output_format
 from conductor.ingress.pipeline import Pipeline
-from conductor.ingress.responses import ResponsesApi
 from conductor.ingress.served_model import ServedModel
-from conductor.ingress.tokenizer_api import TokenizerApi
 from conductor.stats import DispatchStats
 from mooncake.adapters import Adapter, open_adapters, parse_adapters
 from mooncake.api_keys import ApiKeys

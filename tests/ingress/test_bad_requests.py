@@ -11,17 +11,17 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from conductor.ingress.anthropic_types import MessagesRequest
-from conductor.ingress.openai_types import (
+from conductor.ingress.apis.anthropic_types import MessagesRequest
+from conductor.ingress.apis.openai_types import (
     BatchChatRequest,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
+from conductor.ingress.apis.responses_types import ResponsesRequest
+from conductor.ingress.fields.request_json import decode_request
 from conductor.ingress.prompts import MAX_MESSAGES
-from conductor.ingress.request_json import decode_request
-from conductor.ingress.responses_types import ResponsesRequest
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb

@@ -18,7 +18,7 @@ import pytest
 import uvloop
 from certificates import make_certificate
 
-from conductor.ingress.handshake import Handshakes, TlsProtocol
+from conductor.ingress.http.handshake import Handshakes, TlsProtocol
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 

@@ -15,8 +15,8 @@ import grpc
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from conductor.ingress.event_stream import EventStream
-from conductor.ingress.http_server import TELL_EVERY_S, ConnectionLimits, HttpServer, OneOfAKind
+from conductor.ingress.http.event_stream import EventStream
+from conductor.ingress.http.server import TELL_EVERY_S, ConnectionLimits, HttpServer, OneOfAKind
 from mooncake.app.cluster.role_main import run_async
 from mooncake.errors import NodeUnavailable
 from mooncake.rpc import inference_pb2, inference_pb2_grpc

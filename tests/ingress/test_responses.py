@@ -9,9 +9,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from conductor.ingress.request_json import decode_request
-from conductor.ingress.responses import MAX_ITEMS, input_messages
-from conductor.ingress.responses_types import ResponsesRequest
+from conductor.ingress.apis.responses import MAX_ITEMS, input_messages
+from conductor.ingress.apis.responses_types import ResponsesRequest
+from conductor.ingress.fields.request_json import decode_request
 from mooncake.errors import NodeUnavailable
 from mooncake.sampling import GuideKind
 

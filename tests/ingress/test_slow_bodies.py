@@ -7,9 +7,9 @@ import contextlib
 
 import pytest
 
-from conductor.ingress.arriving_bodies import PATIENCE_S, ArrivingBodies
-from conductor.ingress.http_errors import BodyGaveWay
-from conductor.ingress.http_server import ConnectionLimits, HttpServer
+from conductor.ingress.http.arriving_bodies import PATIENCE_S, ArrivingBodies
+from conductor.ingress.http.errors import BodyGaveWay
+from conductor.ingress.http.server import ConnectionLimits, HttpServer
 
 BODY = b'{"prompt": "x"}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"

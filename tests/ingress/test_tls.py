@@ -11,7 +11,7 @@ import httpx
 import pytest
 from certificates import make_certificate, openssl
 
-from conductor.ingress.http_server import ConnectionLimits, HttpServer
+from conductor.ingress.http.server import ConnectionLimits, HttpServer
 from mooncake.client import Client
 from mooncake.config import ConductorSection, load_config
 from mooncake.errors import ConfigError, NodeUnavailable

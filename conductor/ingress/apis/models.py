@@ -12,10 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from conductor.ingress.anthropic import VERSION_HEADER, refusal
-from conductor.ingress.anthropic_types import ModelInfo, ModelPage
-from conductor.ingress.http_errors import Handler, guarded, json_response
-from conductor.ingress.openai_answers import ModelCard, ModelList, ModelPermission
+from conductor.ingress.apis.anthropic import VERSION_HEADER, refusal
+from conductor.ingress.apis.anthropic_types import ModelInfo, ModelPage
+from conductor.ingress.apis.openai_answers import ModelCard, ModelList, ModelPermission
+from conductor.ingress.http.errors import Handler, guarded, json_response
 from conductor.ingress.prompts import Prompts
 from mooncake.errors import InvalidRequest, shown
 

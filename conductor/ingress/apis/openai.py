@@ -1,6 +1,6 @@
 """OpenAI's HTTP API over the shared pipeline: completions and chat.
 
-It knows what each field means and how answers are worded. It knows no sockets (``http_server.py``), and generates
+It knows what each field means and how answers are worded. It knows no sockets (``http``), and generates
 nothing itself (``pipeline.py``).
 """
 
@@ -18,21 +18,17 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from conductor.ingress.answers import Job, Piece
-from conductor.ingress.choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, EchoWriter
-from conductor.ingress.event_stream import EventStream, StreamingAnswer
-from conductor.ingress.generation_fields import sampling_of
-from conductor.ingress.http_errors import guarded, json_response
-from conductor.ingress.http_request import read_json_body, unless_gone, with_body
-from conductor.ingress.intake import Call, Intake, guide_named
-from conductor.ingress.messages import Conversation, chat_messages
-from conductor.ingress.openai_answers import (
+from conductor.ingress.apis.intake import Call, Intake, guide_named
+from conductor.ingress.apis.messages import Conversation, chat_messages
+from conductor.ingress.apis.openai_answers import (
     Envelope,
     PromptLogprobs,
     UsageBody,
     usage_body,
 )
-from conductor.ingress.openai_checks import check_chat, check_chat_batch, check_completion, num_choices
-from conductor.ingress.openai_types import (
+from conductor.ingress.apis.openai_checks import check_chat, check_chat_batch, check_completion, num_choices
+from conductor.ingress.apis.openai_choices import AnyChoice, ChatWriter, ChoiceWriter, CompletionWriter, EchoWriter
+from conductor.ingress.apis.openai_types import (
     BatchChatRequest,
     ChatFields,
     ChatRequest,
@@ -40,9 +36,13 @@ from conductor.ingress.openai_types import (
     Message,
     template_variables,
 )
+from conductor.ingress.fields.generation_fields import sampling_of
+from conductor.ingress.fields.request_json import decode_request
+from conductor.ingress.http.errors import guarded, json_response
+from conductor.ingress.http.event_stream import EventStream, StreamingAnswer
+from conductor.ingress.http.request import read_json_body, unless_gone, with_body
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, MAX_CHOICES
 from conductor.ingress.prompts import Keep
-from conductor.ingress.request_json import decode_request
 from conductor.ingress.tools import Tools, tools_of
 from mooncake.errors import InvalidRequest
 from mooncake.types import TokenIds

@@ -13,8 +13,8 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from conductor.ingress.http_errors import ClientGone, error_body, error_response, known_error
-from conductor.ingress.http_request import unless_gone
+from conductor.ingress.http.errors import ClientGone, error_body, error_response, known_error
+from conductor.ingress.http.request import unless_gone
 from mooncake.errors import MooncakeError
 
 KEEP_ALIVE_S = 5.0  # silence after which a comment is sent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from conductor.ingress.openai_types import ContentPart, Message
+from conductor.ingress.apis.openai_types import ContentPart, Message
 from conductor.ingress.parsers.output_format import OutputFormat
 from conductor.ingress.prompts import check_count
 from conductor.ingress.tools import Tools, chat_calls, in_words

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import msgspec
 
-from conductor.ingress.generation_fields import GenerationFields, chosen_variables
+from conductor.ingress.fields.generation_fields import GenerationFields, chosen_variables
 from conductor.ingress.tools import NamedTool, SaidCall, Tool
 from mooncake.errors import InvalidRequest
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
-from conductor.ingress.nested_fields import unknown_nested
-from conductor.ingress.whole_numbers import with_whole_numbers
+from conductor.ingress.fields.nested_fields import unknown_nested
+from conductor.ingress.fields.whole_numbers import with_whole_numbers
 from mooncake.errors import InvalidRequest
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")

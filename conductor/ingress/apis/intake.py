@@ -16,15 +16,15 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from conductor.ingress.answers import Job
-from conductor.ingress.choices import Extras
-from conductor.ingress.generation_fields import GenerationFields, sampling_of, stop_strings
-from conductor.ingress.http_request import read_json_body
-from conductor.ingress.messages import TEMPLATE_ROLES, Conversation
+from conductor.ingress.apis.messages import TEMPLATE_ROLES, Conversation
+from conductor.ingress.apis.openai_choices import Extras
+from conductor.ingress.fields.generation_fields import GenerationFields, sampling_of, stop_strings
+from conductor.ingress.fields.request_json import R, decode_request
+from conductor.ingress.http.request import read_json_body
 from conductor.ingress.parsers.output_format import OutputFormat
 from conductor.ingress.parsers.reasoning import Start
 from conductor.ingress.pipeline import Pipeline
 from conductor.ingress.prompts import Keep
-from conductor.ingress.request_json import R, decode_request
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling import SamplingParams, ThinkingBudget
 from mooncake.types import TokenIds

@@ -8,8 +8,8 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from conductor.api import AdapterLoading
-from conductor.ingress.http_errors import guarded
-from conductor.ingress.intake import Intake, warning
+from conductor.ingress.apis.intake import Intake, warning
+from conductor.ingress.http.errors import guarded
 
 
 class LoadFields(msgspec.Struct, frozen=True):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from conductor.ingress.arriving_bodies import ArrivingBodies
-from conductor.ingress.http_errors import error_response
+from conductor.ingress.http.arriving_bodies import ArrivingBodies
+from conductor.ingress.http.errors import error_response
 from mooncake.errors import Cancelled, Overloaded
 
 _CLIENT_REQUEST_ID = re.compile(rb"[\w.:\-]{1,128}", re.ASCII)

@@ -7,11 +7,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from conductor.ingress.http_errors import guarded, json_response
-from conductor.ingress.intake import Intake, warning
-from conductor.ingress.messages import Conversation, chat_messages
-from conductor.ingress.openai_answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
-from conductor.ingress.openai_types import DetokenizeRequest, TokenizeRequest, template_variables
+from conductor.ingress.apis.intake import Intake, warning
+from conductor.ingress.apis.messages import Conversation, chat_messages
+from conductor.ingress.apis.openai_answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
+from conductor.ingress.apis.openai_types import DetokenizeRequest, TokenizeRequest, template_variables
+from conductor.ingress.http.errors import guarded, json_response
 from conductor.ingress.tools import tools_of
 from mooncake.errors import InvalidRequest
 

@@ -12,8 +12,8 @@ import msgspec
 from starlette.requests import Request
 
 from conductor.ingress.answers import Job, Piece
-from conductor.ingress.event_stream import EventStream
-from conductor.ingress.http_request import unless_gone
+from conductor.ingress.http.event_stream import EventStream
+from conductor.ingress.http.request import unless_gone
 from conductor.ingress.pipeline import Pipeline
 
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from conductor.ingress.generation_fields import GenerationFields
-from conductor.ingress.openai_answers import ContentLogprob
+from conductor.ingress.apis.openai_answers import ContentLogprob
+from conductor.ingress.fields.generation_fields import GenerationFields
 from conductor.ingress.tools import AllowedTool
 
 # ---------------------------------------------------------------- requests

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from starlette.types import Message, Receive
 
-from conductor.ingress.http_errors import BodyGaveWay
+from conductor.ingress.http.errors import BodyGaveWay
 
 PATIENCE_S = 1.0  # a body that began to arrive since then is not slow
 

@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from conductor.ingress.handshake import Handshakes, TlsProtocol
+from conductor.ingress.http.handshake import Handshakes, TlsProtocol
 from mooncake.config import ConductorSection
 from mooncake.errors import ConfigError
 from mooncake.rpc.limits import share_of_files

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from conductor.ingress.generation_fields import GenerationFields
+from conductor.ingress.fields.generation_fields import GenerationFields
 
 # ---------------------------------------------------------------- requests
 

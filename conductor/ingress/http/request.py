@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from starlette.requests import Request
 from starlette.types import Message, Receive
 
-from conductor.ingress.http_errors import (
+from conductor.ingress.http.errors import (
     BodyTooLarge,
     BodyTooSlow,
     ClientGone,

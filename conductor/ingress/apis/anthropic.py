@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from conductor.ingress.answers import Outcome, Piece
-from conductor.ingress.anthropic_types import (
+from conductor.ingress.apis.anthropic_types import (
     AnyBlock,
     Block,
     CountRequest,
@@ -39,16 +39,16 @@ from conductor.ingress.anthropic_types import (
     ToolUseBlock,
     Turn,
 )
-from conductor.ingress.event_stream import StreamingAnswer, event_frame
-from conductor.ingress.generation_fields import JsonSchema, ResponseFormat, chosen_variables
-from conductor.ingress.http_errors import error_headers, guarded, json_response
-from conductor.ingress.intake import Intake, warning
-from conductor.ingress.messages import Conversation, content_text
-from conductor.ingress.openai_types import ContentPart
+from conductor.ingress.apis.intake import Intake, warning
+from conductor.ingress.apis.messages import Conversation, content_text
+from conductor.ingress.apis.openai_types import ContentPart
+from conductor.ingress.apis.typed_events import stream_events, write_whole
+from conductor.ingress.fields.generation_fields import JsonSchema, ResponseFormat, chosen_variables
+from conductor.ingress.http.errors import error_headers, guarded, json_response
+from conductor.ingress.http.event_stream import StreamingAnswer, event_frame
 from conductor.ingress.parsers.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.prompts import check_count
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
-from conductor.ingress.typed_events import stream_events, write_whole
 from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere, shown
 from mooncake.text.chat_template import ChatCall, ChatMessage
 from mooncake.types import FinishReason

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from msgspec import UNSET, UnsetType, structs
 
 from conductor.ingress.answers import Outcome, Piece
-from conductor.ingress.openai_answers import (
+from conductor.ingress.apis.openai_answers import (
     AssistantMessage,
     CalledFunction,
     ChatChoice,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from conductor.ingress.generation_fields import GenerationFields
-from conductor.ingress.openai_types import AnswerFields, BatchChatRequest, ChatFields, CompletionRequest
+from conductor.ingress.apis.openai_types import AnswerFields, BatchChatRequest, ChatFields, CompletionRequest
+from conductor.ingress.fields.generation_fields import GenerationFields
 from conductor.ingress.pipeline import MAX_CHOICES
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling import MAX_TOP_LOGPROBS

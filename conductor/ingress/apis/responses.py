@@ -21,17 +21,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from conductor.ingress.answers import Outcome, Piece
-from conductor.ingress.choices import Extras, content_logprob
-from conductor.ingress.event_stream import StreamingAnswer, event_frame
-from conductor.ingress.generation_fields import JsonSchema, ResponseFormat, chosen_variables
-from conductor.ingress.http_errors import NoSuchRoute, guarded, json_response
-from conductor.ingress.intake import WARNING_HEADER, Call, Intake
-from conductor.ingress.messages import Conversation, content_text
-from conductor.ingress.openai_answers import ContentLogprob
-from conductor.ingress.openai_types import ContentPart
-from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
-from conductor.ingress.prompts import MAX_MESSAGES
-from conductor.ingress.responses_types import (
+from conductor.ingress.apis.intake import WARNING_HEADER, Call, Intake
+from conductor.ingress.apis.messages import Conversation, content_text
+from conductor.ingress.apis.openai_answers import ContentLogprob
+from conductor.ingress.apis.openai_choices import Extras, content_logprob
+from conductor.ingress.apis.openai_types import ContentPart
+from conductor.ingress.apis.responses_types import (
     CallItem,
     ChosenTool,
     IncompleteDetails,
@@ -53,6 +48,12 @@ from conductor.ingress.responses_types import (
     TextConfig,
     TextFormat,
 )
+from conductor.ingress.apis.typed_events import stream_events, write_whole
+from conductor.ingress.fields.generation_fields import JsonSchema, ResponseFormat, chosen_variables
+from conductor.ingress.http.errors import NoSuchRoute, guarded, json_response
+from conductor.ingress.http.event_stream import StreamingAnswer, event_frame
+from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
+from conductor.ingress.prompts import MAX_MESSAGES
 from conductor.ingress.tools import (
     AllowedTools,
     Function,
@@ -65,7 +66,6 @@ from conductor.ingress.tools import (
     chat_calls,
     tools_of,
 )
-from conductor.ingress.typed_events import stream_events, write_whole
 from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater, shown
 from mooncake.sampling import MAX_TOP_LOGPROBS, SamplingParams
 from mooncake.text.chat_template import ChatMessage

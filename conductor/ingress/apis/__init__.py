@@ -1,0 +1,1 @@
+"""The APIs that clients speak: each translates its own fields to a job, and words what comes back."""

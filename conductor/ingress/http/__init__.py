@@ -1,0 +1,1 @@
+"""HTTP itself: connections, bodies, limits, errors and event streams. It knows none of the APIs."""
