@@ -17,9 +17,11 @@ ROOT = Path(__file__).parents[1]
 CORE = {"mooncake", "mooncake.rpc"}
 COMPUTE = {"mooncake.kernels", "mooncake.model", "mooncake.engine"}
 FACTS = {f"conductor.{name}" for name in ("arrays", "native", "registry", "stats")}  # what its parts decide with
+INGRESS = {f"conductor.ingress.{name}" for name in ("http", "fields", "tools", "parsers", "apis", "app")} | {
+    "conductor.ingress"
+}
 CONDUCTOR = FACTS | {
-    f"conductor.{name}"
-    for name in ("api", "prefixes", "placement", "model_facts", "admission", "dispatch", "control", "ingress")
+    f"conductor.{name}" for name in ("api", "prefixes", "placement", "model_facts", "admission", "dispatch", "control")
 }
 ALLOWED: dict[str, set[str]] = {
     "mooncake": {"mooncake.rpc"},
@@ -42,11 +44,17 @@ ALLOWED: dict[str, set[str]] = {
     | FACTS
     | {"conductor.api", "conductor.model_facts", "conductor.placement", "conductor.admission"},
     "conductor.control": CORE | FACTS | {"conductor.prefixes", "conductor.placement"},
-    "conductor.ingress": CORE | {"conductor.api", "conductor.stats"},
-    "conductor": CORE | CONDUCTOR,
+    **dict.fromkeys(("conductor.ingress.http", "conductor.ingress.fields", "conductor.ingress.tools"), CORE),
+    "conductor.ingress.parsers": CORE | {"conductor.ingress.tools"},
+    "conductor.ingress": CORE
+    | {"conductor.api", "conductor.stats", "conductor.ingress.http", "conductor.ingress.parsers"},
+    "conductor.ingress.apis": CORE | {"conductor.api"} | INGRESS - {"conductor.ingress.app"},
+    "conductor.ingress.app": CORE | {"conductor.api", "conductor.stats"} | INGRESS,
+    "conductor": CORE | CONDUCTOR | INGRESS,
     "mooncake.app": CORE
     | COMPUTE
     | CONDUCTOR
+    | INGRESS
     | {"mooncake.engine_node", "mooncake.llm", "kvstore", "prefill_node", "decode_node", "conductor"},
 }
 

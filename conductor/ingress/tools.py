@@ -1,9 +1,7 @@
-"""Tools of a chat: how they are described to a model, and how an answer is constrained to call them; ``parsers`` parses
-the calls.
+"""Tools of a chat: what a client may ask for, and how an answer is constrained to call them; ``parsers`` parses the
+calls.
 
-If the chat template has no form for tools whose calls can be parsed, they are described in Hermes' form, which SmolLM2,
-Qwen and others were trained on: tools as JSON lines in the system message, a call as JSON between ``<tool_call>`` tags,
-a result between ``<tool_response>`` tags. Pure; it knows no wire form of answers.
+Pure; it knows no wire form of answers.
 """
 
 from __future__ import annotations
@@ -16,24 +14,12 @@ from typing import ClassVar
 
 import msgspec
 
-from conductor.ingress.parsers.json_calls import CLOSE, OPEN
-from conductor.ingress.parsers.parts import NOT_JSON
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling import Guide, GuideKind
-from mooncake.text.chat_template import ChatCall, ChatMessage
+from mooncake.text.chat_template import ChatCall
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as Anthropic allows; OpenAI allows 64
-
-_PROMPT = """You may call one or more functions to help with the user's request. These are the functions:
-<tools>
-{tools}
-</tools>
-
-To call a function, answer with a JSON object that has its name and its arguments, between {open} tags:
-{open}
-{{"name": "the function's name", "arguments": {{"an argument": "its value"}}}}
-{close}"""
 
 
 class Function(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -128,14 +114,6 @@ class Tools:
         """As chat templates expect them."""
         return [{"type": "function", "function": msgspec.to_builtins(function)} for function in self.functions]
 
-    def told(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """The conversation with the functions described in its system message."""
-        lines = "\n".join(msgspec.json.encode(Tool(function)).decode() for function in self.functions)
-        prompt = _PROMPT.format(tools=lines, open=OPEN, close=CLOSE)
-        if messages and messages[0].role == "system":
-            return [ChatMessage("system", f"{messages[0].content}\n\n{prompt}"), *messages[1:]]
-        return [ChatMessage("system", prompt), *messages]
-
 
 def tools_of(
     tools: Sequence[Tool] | None, choice: str | NamedTool | None, parallel: bool | None = None
@@ -224,17 +202,8 @@ def _arguments(call: SaidCall, where: str) -> dict[str, object]:
         arguments = json.loads(text)
         if "\\ud" in text.lower():  # perhaps half of a surrogate pair, which is no text: a question mark instead
             arguments = json.loads(json.dumps(arguments, ensure_ascii=False).encode(errors="replace"))
-    except NOT_JSON:
+    except (ValueError, RecursionError):  # the second: nested too deeply
         raise InvalidRequest("arguments are not JSON", where) from None
     if not isinstance(arguments, dict):
         raise InvalidRequest("arguments are a JSON object", where)
     return arguments
-
-
-def in_words(message: ChatMessage) -> ChatMessage:
-    """For a template without calls and results: in Hermes' form."""
-    if message.role == "tool":
-        return ChatMessage("user", f"<tool_response>\n{message.content}\n</tool_response>")
-    calls = [json.dumps({"name": call.name, "arguments": call.arguments}) for call in message.calls]
-    parts = [message.content, *(f"{OPEN}\n{call}\n{CLOSE}" for call in calls)]
-    return ChatMessage(message.role, "\n".join(filter(None, parts)) if calls else message.content, message.thought)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conductor.ingress.apis.openai_types import ContentPart, Message
+from conductor.ingress.parsers.hermes import in_words, with_tools
 from conductor.ingress.parsers.output_format import OutputFormat
 from conductor.ingress.prompts import check_count
-from conductor.ingress.tools import Tools, chat_calls, in_words
+from conductor.ingress.tools import Tools, chat_calls
 from mooncake.errors import InvalidRequest, shown
 from mooncake.text.chat_template import ROLES, ChatMessage
 
@@ -35,7 +36,7 @@ class Conversation:
             return messages, variables
         if output_format.takes_tools:
             return messages, variables | {"tools": self.tools.listed()}
-        return self.tools.told(messages), variables
+        return with_tools(messages, self.tools), variables
 
     @property
     def opening(self) -> str:
