@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from conductor.ingress.answers import Job
 from conductor.ingress.apis.messages import TEMPLATE_ROLES, Conversation
-from conductor.ingress.apis.openai_choices import Extras
+from conductor.ingress.apis.openai_choices import TokenDetails
 from conductor.ingress.fields.generation_fields import GenerationFields, sampling_of, stop_strings
 from conductor.ingress.fields.request_json import R, decode_request
 from conductor.ingress.http.request import read_json_body
@@ -137,10 +137,10 @@ class Intake:
             model=call.fields.model or "",
         )
 
-    def extras(self, fields: GenerationFields, logprobs: bool, interval: int | None = None) -> Extras:
-        """What the answers report besides their text."""
+    def token_details(self, fields: GenerationFields, logprobs: bool, interval: int | None = None) -> TokenDetails:
+        """What the answers tell of their tokens besides the text; a chunk of a stream has ``interval`` of them."""
         tokenizer = self.prompts.tokenizer
-        return Extras(
+        return TokenDetails(
             bytes_of=lambda token_id: tokenizer.token_bytes(token_id, skip_special=False),
             stream=lambda: tokenizer.stream(fields.skip_special_tokens is not False),
             logprobs=logprobs,

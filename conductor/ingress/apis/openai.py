@@ -127,7 +127,7 @@ class OpenAIApi:
         n = num_choices(body, len(prompts), body.best_of or 0)
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
-        extras = self._intake.extras(body, body.logprobs is not None, body.stream_interval)
+        details = self._intake.token_details(body, body.logprobs is not None, body.stream_interval)
         is_echo_alone = bool(body.echo) and body.max_tokens == 0  # evaluations ask for a text's likelihood like this
         max_new = 1 if is_echo_alone else max_new
         bad_words = await self._prompts.bad_words(body.bad_words or ())
@@ -144,7 +144,7 @@ class OpenAIApi:
             jobs.append(self._intake.job(call, tokens, sampling, len(jobs)))
             echo = await self._prompts.decode(tokens, body.skip_special_tokens is not False) if body.echo else None
             ids = tokens.tolist()
-            writers += [writer(len(writers) + i, extras, ids, echo) for i in range(n)]
+            writers += [writer(len(writers) + i, details, ids, echo) for i in range(n)]
         return await self._answer(Plan(call=call, wording=COMPLETION, jobs=jobs, writers=writers))
 
     async def chat(self, request: Request) -> Response:
@@ -194,9 +194,9 @@ class OpenAIApi:
         return job
 
     def _chat_writers(self, body: ChatFields, count: int) -> list[ChatWriter]:
-        extras = self._intake.extras(body, bool(body.logprobs), body.stream_interval)
+        details = self._intake.token_details(body, bool(body.logprobs), body.stream_interval)
         has_reasoning, is_told = self._intake.output_format.has_reasoning, body.include_reasoning is not False
-        return [ChatWriter(index, extras, has_reasoning, is_told) for index in range(count)]
+        return [ChatWriter(index, details, has_reasoning, is_told) for index in range(count)]
 
     async def invoke(self, request: Request) -> Response:
         """SageMaker's one path: a chat if there are messages, else a completion."""

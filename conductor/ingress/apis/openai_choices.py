@@ -37,7 +37,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
 @dataclass(frozen=True, slots=True)
-class Extras:
+class TokenDetails:
     """What a client wants to know about tokens beside the text. ``bytes_of`` gives a token's bytes; ``stream``
     starts a detokenizer like the answer's."""
 
@@ -61,9 +61,9 @@ class Extras:
 class ChoiceWriter(ABC):
     """One choice while it is generated."""
 
-    def __init__(self, index: int, extras: Extras) -> None:
+    def __init__(self, index: int, details: TokenDetails) -> None:
         self._index = index
-        self._extras = extras
+        self._details = details
         self._text = ""  # not yet in a chunk
         self._tokens: list[SampledToken] = []  # likewise
         self._prompt_scores: Collection[SampledToken] | None = None  # of all prompt tokens but the first
@@ -104,13 +104,13 @@ class ChoiceWriter(ABC):
     def prompt_scores(self) -> PromptLogprobs | UnsetType:
         """The prompt's scores in vLLM's form, once, if the client wants them."""
         scores, self._told_scores = (None if self._told_scores else self._prompt_scores), True
-        if self._extras.prompt_logprobs is None or scores is None:
+        if self._details.prompt_logprobs is None or scores is None:
             return UNSET
-        return _prompt_scores(scores, self._extras)
+        return _prompt_scores(scores, self._details)
 
     @property
     def _is_due(self) -> bool:
-        is_long = len(self._tokens) >= self._extras.interval
+        is_long = len(self._tokens) >= self._details.interval
         return is_long or not self._has_told or self.outcome is not None
 
     @property
@@ -127,7 +127,7 @@ class ChoiceWriter(ABC):
 
     @property
     def _token_ids(self) -> list[int] | UnsetType:
-        return [token.token_id for token in self._tokens] if self._extras.token_ids else UNSET
+        return [token.token_id for token in self._tokens] if self._details.token_ids else UNSET
 
     @abstractmethod
     def _opening(self) -> list[AnyChoice]: ...
@@ -143,8 +143,10 @@ class ChoiceWriter(ABC):
 class ChatWriter(ChoiceWriter):
     """``has_reasoning``: whether the model does; ``sends_reasoning``: whether the client wants to read it."""
 
-    def __init__(self, index: int, extras: Extras, has_reasoning: bool = False, sends_reasoning: bool = True) -> None:
-        super().__init__(index, extras)
+    def __init__(
+        self, index: int, details: TokenDetails, has_reasoning: bool = False, sends_reasoning: bool = True
+    ) -> None:
+        super().__init__(index, details)
         self._has_reasoning = has_reasoning
         self._sends_reasoning = sends_reasoning
         self._reasoning = ""  # not yet sent
@@ -212,21 +214,21 @@ class ChatWriter(ChoiceWriter):
         )
 
     def _logprobs(self) -> ChatLogprobs | None:
-        if not self._extras.logprobs:
+        if not self._details.logprobs:
             return None
-        return ChatLogprobs([content_logprob(token, self._extras) for token in self._tokens])
+        return ChatLogprobs([content_logprob(token, self._details) for token in self._tokens])
 
 
 class CompletionWriter(ChoiceWriter):
     """``echo``, the prompt's text, is prepended to the answer's, and its tokens to the log-probabilities."""
 
-    def __init__(self, index: int, extras: Extras, prompt_ids: list[int], echo: str | None = None) -> None:
-        super().__init__(index, extras)
+    def __init__(self, index: int, details: TokenDetails, prompt_ids: list[int], echo: str | None = None) -> None:
+        super().__init__(index, details)
         self._text = self._echo = echo or ""
         self._offset = 0  # of the next token in the text
-        self._stream = extras.stream()
+        self._stream = details.stream()
         self._echoed = [] if echo is None else prompt_ids  # control tokens alone have no text
-        self._prompt_ids: list[int] | UnsetType = prompt_ids if extras.token_ids else UNSET
+        self._prompt_ids: list[int] | UnsetType = prompt_ids if details.token_ids else UNSET
 
     def _opening(self) -> list[AnyChoice]:
         return []
@@ -252,14 +254,14 @@ class CompletionWriter(ChoiceWriter):
         )
 
     def _logprobs(self) -> CompletionLogprobs | None:
-        if not self._extras.logprobs:
+        if not self._details.logprobs:
             return None
         echoed = self._echoed_tokens()
         offsets = [*self._offsets_in_echo(echoed), *self._offsets(self._tokens)]
         tokens = [*echoed, *self._tokens]
-        names = [self._extras.name_of(token.token_id) for token in tokens]
+        names = [self._details.name_of(token.token_id) for token in tokens]
         top = [
-            {name: _logprob(token)} | {self._extras.name_of(other): value for other, value in _top(token)}
+            {name: _logprob(token)} | {self._details.name_of(other): value for other, value in _top(token)}
             if token.logprob is not None
             else None
             for name, token in zip(names, tokens, strict=True)
@@ -270,11 +272,11 @@ class CompletionWriter(ChoiceWriter):
     def _offsets_in_echo(self, tokens: Sequence[SampledToken]) -> list[int]:
         if not tokens:
             return []
-        stream = self._extras.stream()
+        stream = self._details.stream()
         if not self._echo.startswith("".join(stream.push(token.token_id) for token in tokens)):
             self._offset = -1  # SentencePiece's leading space, which the text itself does not have
         offsets = self._offsets(tokens)
-        self._offset, self._stream = len(self._echo), self._extras.stream()
+        self._offset, self._stream = len(self._echo), self._details.stream()
         return offsets
 
     def _offsets(self, tokens: Sequence[SampledToken]) -> list[int]:
@@ -308,13 +310,13 @@ def _call_body(part: CallPart) -> ToolCallBody:
     return ToolCallBody(CalledFunction(part.arguments, part.name), part.call_id, "function")
 
 
-def content_logprob(token: SampledToken, extras: Extras) -> ContentLogprob:
-    top = [TopLogprob(extras.name_of(other), value, list(extras.bytes_of(other))) for other, value in _top(token)]
+def content_logprob(token: SampledToken, details: TokenDetails) -> ContentLogprob:
+    top = [TopLogprob(details.name_of(other), value, list(details.bytes_of(other))) for other, value in _top(token)]
     token_id = token.token_id
-    return ContentLogprob(extras.name_of(token_id), _logprob(token), list(extras.bytes_of(token_id)), top)
+    return ContentLogprob(details.name_of(token_id), _logprob(token), list(details.bytes_of(token_id)), top)
 
 
-def _prompt_scores(scores: Collection[SampledToken], extras: Extras) -> PromptLogprobs:
+def _prompt_scores(scores: Collection[SampledToken], details: TokenDetails) -> PromptLogprobs:
     """One entry per prompt token: None for the first, then the token and the most likely others by id."""
     entries: list[dict[str, PromptLogprob] | None] = [None]
     for token in scores:
@@ -323,7 +325,7 @@ def _prompt_scores(scores: Collection[SampledToken], extras: Extras) -> PromptLo
         values = {token.token_id: _logprob(token)} | dict(_top(token))
         entries.append(
             {
-                str(token_id): PromptLogprob(value, extras.text_of(token_id), ranks[token_id])
+                str(token_id): PromptLogprob(value, details.text_of(token_id), ranks[token_id])
                 for token_id, value in values.items()
             }
         )

@@ -24,7 +24,7 @@ from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.apis.intake import WARNING_HEADER, Call, Intake
 from conductor.ingress.apis.messages import Conversation, content_text
 from conductor.ingress.apis.openai_answers import ContentLogprob
-from conductor.ingress.apis.openai_choices import Extras, content_logprob
+from conductor.ingress.apis.openai_choices import TokenDetails, content_logprob
 from conductor.ingress.apis.openai_types import ContentPart
 from conductor.ingress.apis.responses_types import (
     CallItem,
@@ -116,8 +116,8 @@ class ResponsesApi:
         job = await intake.chat_job(call, conversation, body.max_output_tokens, logprobs)
         intake.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or intake.pipeline.model.name, job.request.sampling)
-        extras = intake.extras(body, logprobs is not None)
-        writer = ResponseWriter(head, extras, sends_reasoning=body.include_reasoning is not False)
+        details = intake.token_details(body, logprobs is not None)
+        writer = ResponseWriter(head, details, sends_reasoning=body.include_reasoning is not False)
         if body.stream:
             produce = partial(stream_events, intake.pipeline, job, writer)
             return StreamingAnswer(produce, call.headers, self._keep_alive_s, last=b"", failed=writer.failed)
@@ -128,9 +128,9 @@ class ResponsesApi:
 class ResponseWriter:
     """One response while it is generated: pieces in, events out; ``response`` is what is known so far."""
 
-    def __init__(self, head: ResponseBody, extras: Extras, sends_reasoning: bool) -> None:
+    def __init__(self, head: ResponseBody, details: TokenDetails, sends_reasoning: bool) -> None:
         self.response = head
-        self._extras = extras
+        self._details = details
         self._sends_reasoning = sends_reasoning
         self._events: list[ResponseEvent] = []  # not yet sent
         self._num_events = 0
@@ -227,7 +227,7 @@ class ResponseWriter:
         if not self._is_message_open:
             self._open_message()
         tokens, self._tokens = _first_run(self._tokens, of_thought=False)
-        logprobs = [content_logprob(token, self._extras) for token in tokens] if self._extras.logprobs else []
+        logprobs = [content_logprob(token, self._details) for token in tokens] if self._details.logprobs else []
         self._text += text
         self._logprobs += logprobs
         self._tell("response.output_text.delta", **self._last, content_index=0, delta=text, logprobs=logprobs)
