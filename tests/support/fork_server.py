@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,6 +34,12 @@ class Forked:
         self._status = status
         self.pid = int(status.recv(64))
         self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code, as ``wait``; None while it runs."""
+        with contextlib.suppress(TimeoutError):
+            self.wait(0)
+        return self.returncode
 
     def wait(self, timeout_s: float) -> int:
         """Its exit code, or minus the signal that ended it. Raises TimeoutError."""
@@ -78,15 +84,29 @@ class ForkServer:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": paths, **environment},
+            env={**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", **environment},  # numpy starts others
         )
         theirs.close()
 
-    def start(self, function: str, arguments: Sequence[str], stdin: int, stdout: int, stderr: int = 2) -> Forked:
-        """Run ``function`` (``module:name``) with ``arguments`` as its command line, in the environment and the folder
-        of now."""
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(
+        self,
+        function: str,
+        arguments: Sequence[str],
+        stdin: int,
+        stdout: int,
+        stderr: int = 2,
+        environment: Mapping[str, str] | None = None,
+        in_session: bool = False,
+    ) -> Forked:
+        """Run ``function`` (``module:name``) with ``arguments`` as its command line, in the folder of now, and in the
+        environment of now unless another is given; with ``in_session`` in a session and a group of its own."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = json.dumps([function, list(arguments), dict(os.environ), str(Path.cwd())]).encode()
+        environment = dict(os.environ if environment is None else environment)
+        request = json.dumps([function, list(arguments), environment, str(Path.cwd()), in_session]).encode()
         with theirs:
             socket.send_fds(self._requests, [request], [stdin, stdout, stderr, theirs.fileno()])
         return Forked(ours)
@@ -140,8 +160,10 @@ def _end_all(running: dict[int, socket.socket]) -> NoReturn:
 
 
 def _become(
-    function: str, arguments: list[str], environment: dict[str, str], cwd: str, fds: list[int]
+    function: str, arguments: list[str], environment: dict[str, str], cwd: str, in_session: bool, fds: list[int]
 ) -> Callable[[], object]:
+    if in_session:
+        os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -181,5 +203,6 @@ def _call(function: Callable[[], object]) -> NoReturn:
 if __name__ == "__main__":
     for each in sys.argv[2:]:
         importlib.import_module(each)
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a fork would lack the other threads"
     gc.freeze()  # so that no process copies the pages of what it does not change
     _call(serve(socket.socket(fileno=int(sys.argv[1]))))

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+from forked_nodes import fork_module
+
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.config import Config, load_config
 
@@ -38,7 +40,7 @@ def running_cluster(config: Config, restart: bool = False) -> Iterator[LocalClus
         stop = asyncio.Event()
         loop_and_stop.append((asyncio.get_running_loop(), stop))
         try:
-            async with LocalCluster(config, restart=restart) as cluster:
+            async with LocalCluster(config, restart=restart, start_module=fork_module) as cluster:
                 started.set_result(cluster)
                 await stop.wait()
         except BaseException as error:

@@ -15,10 +15,11 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from conductor.api import DRAIN_S
 from mooncake.adapters import open_adapters, parse_adapters
@@ -55,13 +56,52 @@ PACKAGES = {"conductor": "conductor", "store": "kvstore", "prefill": "prefill_no
 SWITCHABLE = "mooncake.app.cluster.compute_node"
 
 
+class NodeProcess(Protocol):
+    """A process that runs a node, as ``asyncio.subprocess.Process`` has it; its id is that of its group."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    @property
+    def stdout(self) -> asyncio.StreamReader | None:
+        """What it logs."""
+        ...
+
+    def terminate(self) -> None:
+        """Raises ProcessLookupError."""
+        ...
+
+
+StartModule = Callable[[str, Sequence[str], Mapping[str, str]], Awaitable[NodeProcess]]
+"""Starts a module with arguments in an environment. Raises OSError."""
+
+
+async def start_module(module: str, arguments: Sequence[str], environment: Mapping[str, str]) -> NodeProcess:
+    """Python in a process and a session of its own."""
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-P",  # do not import from the working directory, which may have a folder named like a role
+        "-m",
+        module,
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which ends them in order
+        env=environment,
+    )
+
+
 @dataclass(slots=True)
 class Child:
     """One process of the cluster; its name stays the same after a restart."""
 
     node_id: str
     role: str
-    process: asyncio.subprocess.Process | None = None
+    process: NodeProcess | None = None
     incarnation: int = 0  # last known to the conductor; 0: none
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_LINES_KEPT))
 
@@ -101,6 +141,7 @@ class LocalCluster:
         ready_timeout_s: float = READY_TIMEOUT_S,
         tell: Callable[[str], None] = log.info,
         tell_log: Callable[[str], None] = log.debug,
+        start_module: StartModule = start_module,
     ) -> None:
         self.config = resolve(config)
         self._cores = cores_of_nodes(self.config)
@@ -110,6 +151,7 @@ class LocalCluster:
         self._ready_timeout_s = ready_timeout_s
         self._tell = _or_lose(tell)
         self._tell_log = _or_lose(tell_log)
+        self._start_module = start_module
         self._config_fd = -1  # an anonymous file in memory: it may hold keys, and vanishes however this process ends
         self._ports: list[socket.socket] = []
         self._watchers: list[asyncio.Task[None]] = []
@@ -228,11 +270,7 @@ class LocalCluster:
         threads = openmp_threads(section, self.config) if section else 1
         cores = self._cores.get(child.node_id, ())
         share = decode_share(self.config)
-        child.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # do not import from the working directory, which may have a folder named like a role
-            "-m",
-            self._package(child),
+        arguments = (
             "--config",
             str(self.config_file),
             "--set",
@@ -242,12 +280,9 @@ class LocalCluster:
             *(("--set", f"node.decode_share={share}") if section and share < 1 else ()),
             "--log-level",
             self._log_level,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which ends them in order
-            env=os.environ | {PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": str(threads)},
         )
+        environment = os.environ | {PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
+        child.process = await self._start_module(self._package(child), arguments, environment)
 
     async def _watch(self, child: Child) -> None:
         """Supervise one child through all its restarts."""
@@ -299,7 +334,7 @@ class LocalCluster:
         reading.cancel()
         return code
 
-    async def _read_log(self, child: Child, process: asyncio.subprocess.Process) -> None:
+    async def _read_log(self, child: Child, process: NodeProcess) -> None:
         assert process.stdout is not None
         rest = b""
         while data := await process.stdout.read(1 << 16):
@@ -335,7 +370,7 @@ def _death(child: Child, code: int) -> MooncakeError:
     return ConfigError(sentence) if code == 2 else NodeUnavailable(sentence)
 
 
-async def _exit_code(process: asyncio.subprocess.Process) -> int:
+async def _exit_code(process: NodeProcess) -> int:
     """Wait for the process alone: asyncio's wait() also waits for the end of the pipe, which a process started by this
     one may hold open."""
     while process.returncode is None:  # noqa: ASYNC110
@@ -343,7 +378,7 @@ async def _exit_code(process: asyncio.subprocess.Process) -> int:
     return process.returncode
 
 
-def _kill_group(process: asyncio.subprocess.Process) -> None:
+def _kill_group(process: NodeProcess) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
