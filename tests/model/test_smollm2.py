@@ -105,10 +105,10 @@ def test_greedy_text_is_theirs(checkpoint: Checkpoint, model: CausalLM, theirs: 
     assert tokens == greedy(theirs, prompt, 32, tokens)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 100])
-def test_chunks_change_no_bit(checkpoint: Checkpoint, model: CausalLM, chunk: int) -> None:
-    prompt = [int(token) for token in checkpoint.load_tokenizer().encode(PROMPTS[2])]
-    assert len(prompt) > 2 * chunk
+@pytest.mark.parametrize(("chunk", "length"), [(1, BLOCK_TOKENS + 6), (7, None), (64, None), (100, None)])
+def test_chunks_change_no_bit(checkpoint: Checkpoint, model: CausalLM, chunk: int, length: int | None) -> None:
+    prompt = [int(token) for token in checkpoint.load_tokenizer().encode(PROMPTS[2])][:length]
+    assert len(prompt) > max(2 * chunk, BLOCK_TOKENS)
     whole, pieces = OneSequence(model, len(prompt)), OneSequence(model, len(prompt))
     expected = whole.feed(prompt)
     for first in range(0, len(prompt), chunk):
