@@ -16,7 +16,7 @@ import pytest
 from descriptors import no_file_descriptors
 from live import small_config
 
-from mooncake.app.cluster.local import LocalCluster
+from mooncake.app.cluster.local import LocalCluster, NodeProcess
 from mooncake.app.cluster.preflight import available_cores
 from mooncake.client import Client
 from mooncake.config import load_config
@@ -183,17 +183,19 @@ async def test_a_node_that_cannot_start_says_why_in_one_sentence() -> None:
 
 
 async def test_what_can_be_known_beforehand_starts_no_process() -> None:
+    async def start_module(*_: object) -> NodeProcess:
+        raise AssertionError("it starts a process")
+
     for overrides, error, sentence in (
         (["model.path=/nowhere"], ModelError, "/nowhere"),
         (["store.dram_gb=1e6"], ConfigError, "GB of memory"),
         (["model.adapters=['a=/nope']"], ModelError, "the adapter a: cannot read /nope/adapter_config.json: No such"),
         (["conductor.policy=nope"], ConfigError, "conductor.policy must be one of .* got 'nope'"),
+        (["model.generation_overrides='{\"top_p\": 2}'"], ConfigError, "top_p must be between 0 and 1, got 2"),
     ):
-        cluster = LocalCluster(small_config(*overrides))
         with pytest.raises(error, match=sentence):
-            async with cluster:
+            async with LocalCluster(small_config(*overrides), start_module=start_module):
                 pass
-        assert cluster.pids == {}
 
 
 async def test_waiting_has_an_end() -> None:

@@ -38,6 +38,7 @@ from mooncake.app.cluster.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
+from mooncake.sampling_defaults import overridden
 from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
 
@@ -203,6 +204,8 @@ class LocalCluster:
         checkpoint = await asyncio.to_thread(open_checkpoint, self.config.model.path)
         await asyncio.to_thread(open_adapters, parse_adapters(self.config.model.adapters))
         checkpoint.config.context(self.config.model.max_model_len)
+        model = self.config.model
+        overridden(checkpoint.sampling_defaults(model.generation_config), model.generation_overrides)
         check_memory(self.config, checkpoint)
         self._fatal = asyncio.get_running_loop().create_future()
         self._config_fd = os.memfd_create("cluster.toml")
