@@ -33,16 +33,12 @@ def run(*passes: float) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def test_a_loop_that_stands_still_ends_the_process() -> None:
-    with run(30) as process:
-        out, err = process.communicate(timeout=20)
-        assert (process.returncode, out) == (1, "on\n")
+def test_a_loop_that_stands_still_ends_the_process_and_passes_that_end_may_take_long_together() -> None:
+    with run(30) as still, run(*[0.4 * TIMEOUT_S] * 5) as slow:
+        out, err = still.communicate(timeout=20)
+        assert (still.returncode, out) == (1, "on\n")
         assert err == f"the event loop has not made a pass for {TIMEOUT_S:g} s; ending the process\n"
-
-
-def test_passes_that_end_may_take_long_together() -> None:
-    with run(*[0.4 * TIMEOUT_S] * 5) as process:
-        assert process.communicate(timeout=20)[0] == "on\noff\n"
+        assert slow.communicate(timeout=20)[0] == "on\noff\n"
 
 
 def test_the_time_in_which_the_process_was_stopped_does_not_count() -> None:

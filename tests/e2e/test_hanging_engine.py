@@ -93,8 +93,9 @@ async def test_a_step_that_gets_on_may_take_long(tmp_path: Path, layer_s: float,
     host.run(NO_HOOK)
     try:
         broken = asyncio.create_task(host.wait_broken())
-        await asyncio.sleep(2.0)
-        assert not broken.done(), "it is only idle"
+        if hangs:  # an idle engine is the same in both cases
+            await asyncio.sleep(2.0)
+            assert not broken.done(), "it is only idle"
         host.engine._model = Slow(host.engine._model, layer_s)
         ended: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
         loop = asyncio.get_running_loop()
