@@ -6,40 +6,40 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-USE_KERNELS = """
-import logging, sys
-logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(levelname)s %(message)s")
-import torch
-from mooncake.kernels import choose_kernels
-kernels = choose_kernels()
-print(type(kernels).__name__, kernels.silu_mul(torch.ones(1, 64)).shape[1])
-"""
+from fork_server import ForkServer
 
 
-def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
+@pytest.fixture(scope="module")
+def users() -> Iterator[ForkServer]:
+    """Of the kernels: torch is imported once for all of them."""
+    server = ForkServer("use_kernels", OMP_NUM_THREADS="1")
+    yield server
+    server.close()
+
+
+def use_kernels(users: ForkServer, cache: Path, **environment: str) -> str:
     wanted = {**os.environ, "XDG_CACHE_HOME": str(cache), "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen([sys.executable, "-c", USE_KERNELS], env=wanted, stdout=subprocess.PIPE, text=True)
-
-
-def output_of(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=200)
-    assert process.returncode == 0
-    return output
+    done = users.run("use_kernels:main", environment=wanted, timeout_s=200)
+    assert done.returncode == 0
+    return done.stdout
 
 
 @pytest.mark.slow
-def test_processes_that_start_together_build_one_library_and_later_ones_find_it(tmp_path: Path) -> None:
-    together = [start(tmp_path), start(tmp_path)]
-    for output in map(output_of, together):
-        assert output.endswith("CpuKernels 32\n")
+def test_processes_that_start_together_build_one_library_and_later_ones_find_it(
+    users: ForkServer, tmp_path: Path
+) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        for output in threads.map(use_kernels, [users] * 2, [tmp_path] * 2):
+            assert output.endswith("CpuKernels 32\n")
     folder = tmp_path / "mooncake" / "kernels"
     assert [path.suffix for path in folder.iterdir()] == [".so"]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert output_of(start(tmp_path)) == "CpuKernels 32\n"
+    assert use_kernels(users, tmp_path) == "CpuKernels 32\n"
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,9 @@ def test_processes_that_start_together_build_one_library_and_later_ones_find_it(
     ids=["no compiler", "broken compiler", "a flag that it does not know", "no place"],
 )
 def test_without_a_build_the_reference_serves_and_one_line_says_why(
-    tmp_path: Path, environment: dict[str, str], reason: str
+    users: ForkServer, tmp_path: Path, environment: dict[str, str], reason: str
 ) -> None:
-    environment = {"XDG_CACHE_HOME": str(tmp_path), **environment}
-    warning, answer = output_of(start(Path(environment.pop("XDG_CACHE_HOME")), **environment)).splitlines()
+    warning, answer = use_kernels(users, tmp_path, **environment).splitlines()
     assert warning.startswith("WARNING using the slow torch kernels") and reason in warning
     assert answer == "module 32"
 

@@ -18,9 +18,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -111,9 +113,39 @@ class ForkServer:
             socket.send_fds(self._requests, [request], [stdin, stdout, stderr, theirs.fileno()])
         return Forked(ours)
 
+    def run(
+        self,
+        function: str,
+        arguments: Sequence[str] = (),
+        *,
+        stdin: str = "",
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = 120,
+    ) -> subprocess.CompletedProcess[str]:
+        """As ``start``, until it ends, with its output as text."""
+        with tempfile.TemporaryFile() as given, ThreadPoolExecutor(2) as readers:
+            given.write(stdin.encode())
+            given.seek(0)
+            ours, theirs = zip(os.pipe(), os.pipe(), strict=True)
+            process = self.start(function, arguments, given.fileno(), *theirs, environment)
+            for fd in theirs:
+                os.close(fd)
+            outputs = [readers.submit(_read, fd) for fd in ours]
+            try:
+                code = process.wait(timeout_s)
+            finally:
+                process.kill()
+            out, err = (output.result() for output in outputs)
+        return subprocess.CompletedProcess(arguments, code, out, err)
+
     def close(self) -> None:
         self._requests.close()
         self._process.wait(10)
+
+
+def _read(fd: int) -> str:
+    with open(fd, encoding="utf-8") as pipe:
+        return pipe.read()
 
 
 def serve(requests: socket.socket) -> Callable[[], object]:
