@@ -25,7 +25,7 @@ from mooncake.rpc.convert import (
     segment_to_wire,
     tokens_from_wire,
 )
-from mooncake.rpc.server import CleanUps, remaining_s
+from mooncake.rpc.server import CleanUps, check_arrived, remaining_s
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
@@ -41,6 +41,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._request_timeout_s = host.config.conductor.request_timeout_s
 
     async def Generate(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[pb.DecodeResponse]:  # noqa: N802
+        check_arrived(request.handoff_id)
         deadline = time.monotonic() + remaining_s(context, self._request_timeout_s)
         loop = asyncio.get_running_loop()
         outputs: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
@@ -61,6 +62,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             self._clean_ups.start(self._end(handoff, time.monotonic() >= deadline))
 
     async def OpenHandoff(self, request: pb.OpenHandoffRequest, context: Any) -> pb.OpenHandoffResponse:  # noqa: N802
+        check_arrived(request.handoff_id)
         # We do not judge how long a prompt may take: if the conductor stops waiting, it ends ``Generate``.
         wait_s = remaining_s(context, self._request_timeout_s)
         handoff = await self._receiver.open(request.handoff_id, request.epoch, request.writer_id, wait_s)
@@ -71,12 +73,14 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         )
 
     async def CommitHandoff(self, request: pb.CommitHandoffRequest, context: Any) -> pb.CommitHandoffResponse:  # noqa: N802
+        check_arrived(request.handoff_id)
         tokens = [sampled_from_wire(token) for token in request.first_tokens]
         num_exact = request.exact_tokens if request.HasField("exact_tokens") else None
         await self._receiver.commit(request.handoff_id, request.epoch, tokens, request.digest, num_exact)
         return pb.CommitHandoffResponse()
 
     async def CloseHandoff(self, request: pb.CloseHandoffRequest, context: Any) -> pb.CloseHandoffResponse:  # noqa: N802
+        check_arrived(request.handoff_id)  # otherwise its blocks would wait for the end of the writer's connections
         await self._receiver.close(request.handoff_id, request.epoch, request.reason)
         return pb.CloseHandoffResponse()
 

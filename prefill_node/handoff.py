@@ -8,12 +8,13 @@ import logging
 import grpc
 
 from kvstore.checksum import digest
-from mooncake.errors import InternalError, as_ours
+from mooncake.errors import HandoffFailed, InternalError, as_ours
 from mooncake.page_groups import page_number
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import sampled_to_wire, segment_from_wire
 from mooncake.rpc.errors import error_from_rpc
+from mooncake.rpc.server import check_arrived
 from mooncake.types import SampledToken
 from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
 from prefill_node.kv_writer import Destination, WriteStream
@@ -46,7 +47,7 @@ class HandoffSender:
             await self._open()
         except grpc.aio.AioRpcError as error:
             self.stream.fail(error_from_rpc(error, "decode node"))
-        except InternalError as error:
+        except (HandoffFailed, InternalError) as error:
             self.stream.fail(error)
         except Exception as error:
             log.exception("%s cannot be opened", self.stream.name)
@@ -57,6 +58,7 @@ class HandoffSender:
             handoff_id=self._request.handoff_id, epoch=self._request.epoch, writer_id=self._node.transfer.writer_id
         )
         response = await self._decode_node.OpenHandoff(request, timeout=self._deadline.left_s)
+        check_arrived(response.segment.node_id)
         spans = self._groups.spans_behind(self._num_tokens, response.first_block, self._layout.block_tokens)
         self._pages = [page_number(group, index) for group, span in enumerate(spans) for index in span]
         if len(self._pages) != len(response.block_ids):

@@ -8,7 +8,7 @@ from typing import Any
 
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc import prefill_pb2_grpc
-from mooncake.rpc.server import CleanUps, remaining_s
+from mooncake.rpc.server import CleanUps, check_arrived, remaining_s
 from prefill_node.job import PrefillJob
 from prefill_node.resources import NodeResources
 
@@ -20,6 +20,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         self._clean_ups = CleanUps()
 
     async def Run(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:  # noqa: N802
+        check_arrived(request.handoff_id or request.request_id)
         timeout_s = self._node.host.config.conductor.request_timeout_s
         job = PrefillJob(self._node, request, time.monotonic() + remaining_s(context, timeout_s))
         self.num_running += 1

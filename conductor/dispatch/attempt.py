@@ -184,7 +184,8 @@ class Attempt:
         except DeadlineExceeded:
             raise
         except MooncakeError as error:
-            raise AttemptFailed(error, is_retryable=ended is not None and ended.is_retryable) from None
+            is_retryable = isinstance(error, HandoffFailed) if ended is None else ended.is_retryable
+            raise AttemptFailed(error, is_retryable) from None
 
     async def _explained(self, role: Role, failure: AttemptFailed) -> AttemptFailed:
         """A node may tell that it cannot go on with the other one before the call to that one ends because it is gone:

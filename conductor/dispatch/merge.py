@@ -59,7 +59,8 @@ class Merger:
         return choice in self._unwanted
 
     def on_prefill_message(self, message: prefill_pb2.PrefillResponse) -> Delta | None:
-        """Raises InternalError when an index is missing or a finish reason is unknown."""
+        """Raises HandoffFailed for an empty message, InternalError when an index is missing or a finish reason is
+        unknown."""
         if message.HasField("report"):
             self.report = report_from_wire(message.report)
             self._commit()
@@ -70,6 +71,8 @@ class Merger:
         if message.HasField("prompt_logprobs") and self.wants_prompt_logprobs:
             return Delta(prompt_logprobs=UnreadScores(message.prompt_logprobs))
         if not message.HasField("first_token"):
+            if message.WhichOneof("event") is None:
+                raise _empty("prefill")
             return None
         self.is_prefilled = True
         tokens = [sampled_from_wire(message.first_token)]
@@ -80,7 +83,9 @@ class Merger:
         return self._delta(message.choice, tokens, "") if self._passes_first_token else None
 
     def on_decode_message(self, message: decode_pb2.DecodeResponse) -> Delta | None:
-        """Raises InternalError when an index is missing or a finish reason is unknown."""
+        """Raises like ``on_prefill_message``."""
+        if not message.tokens and not message.finish_reason:
+            raise _empty("decode")
         self._commit()
         return self._delta(message.choice, list(map(sampled_from_wire, message.tokens)), message.finish_reason)
 
@@ -137,6 +142,11 @@ class Merger:
             new.append(token)
             self._next_index[choice] += 1
         return tuple(new)
+
+
+def _empty(role: str) -> HandoffFailed:
+    """gRPC sends an empty message where it has no memory for the bytes of one, and goes on."""
+    return HandoffFailed(f"the {role} node sent an empty message: it had perhaps no memory to write it")
 
 
 def _finish_reason(text: str) -> FinishReason:

@@ -73,6 +73,7 @@ class Script:
     hang: bool = False  # never answer
     token_s: float = 0.0  # between tokens
     gate: asyncio.Event | None = None  # retry_after for it before working
+    loses_message: int = -1  # number of one that arrives empty
     cut_finish: bool = False  # end the stream without a finish reason
     skip_index: bool = False
     report_error: MooncakeError | None = None  # after the commit
@@ -252,9 +253,10 @@ class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
                 index += 1 + script.skip_index
                 tokens.append(EOS if index == script.answer_eos_at else next_token(tokens))
                 token = common_pb2.SampledToken(index=index, token_id=tokens[-1])
+                sent = [] if told == script.loses_message else [token]
                 for choice in wanted:
                     if (request.handoff_id, choice) not in self.ended_choices:
-                        yield decode_pb2.DecodeResponse(tokens=[token], choice=choice)
+                        yield decode_pb2.DecodeResponse(tokens=sent, choice=choice)
                 told += 1
                 if script.error is not None and script.times and told >= script.tokens_first:
                     script.times -= 1

@@ -627,6 +627,19 @@ async def test_a_missing_index_is_our_bug_and_ends_the_request(start_cluster: An
     await cluster.is_quiet()
 
 
+@pytest.mark.parametrize("message", [0, 3])
+async def test_an_answer_goes_on_elsewhere_from_the_token_before_a_message_that_came_empty(
+    start_cluster: Any, message: int
+) -> None:
+    """gRPC sends one where it has no memory for the bytes of a message."""
+    cluster = await start_cluster(1, 2)
+    cluster.decode[0].script.loses_message = message
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert (deltas[-1].summary.decode_node, deltas[-1].summary.retries) == ("d1", 1)
+    await cluster.is_quiet()
+
+
 async def test_requests_follow_the_blocks_that_a_node_announces(start_cluster: Any) -> None:
     cluster = await start_cluster(3, 3)
     prompt = list(range(10, 30))

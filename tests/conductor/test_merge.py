@@ -71,6 +71,14 @@ def test_repeats_are_dropped_and_gaps_are_our_bug(seed: int) -> None:
         merge.on_decode_message(decode_message(expected + 1))
 
 
+def test_an_empty_message_is_a_failure_of_its_sender() -> None:
+    """gRPC sends one where it has no memory for the bytes of a message: a token or the report was in it."""
+    with pytest.raises(HandoffFailed, match="the prefill node sent an empty message"):
+        merger().on_prefill_message(prefill_pb2.PrefillResponse())
+    with pytest.raises(HandoffFailed, match="the decode node sent an empty message"):
+        merger().on_decode_message(decode_pb2.DecodeResponse())
+
+
 def test_the_prefill_call_matters_until_the_commit() -> None:
     with pytest.raises(NodeUnavailable):
         merger().on_prefill_end(NodeUnavailable("gone"))

@@ -19,8 +19,10 @@ from decode_node.node import DecodeNode
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config
 from mooncake.engine.engine import Engine
+from mooncake.errors import RetryElsewhere
 from mooncake.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from mooncake.rpc.convert import sampling_to_wire, tokens_to_wire
+from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import Channels
 from mooncake.sampling import SamplingParams
 from prefill_node.node import PrefillNode
@@ -141,6 +143,30 @@ async def test_decode_steps_leave_their_cores_to_prompts_that_this_node_waits_fo
         assert rest_after_s(0.01) == 0
         for call in calls:
             call.cancel()
+        await channels.close()
+
+
+@pytest.mark.timeout(120)
+async def test_an_empty_message_is_told_at_once_and_is_nobody_s_request(tmp_path: Path) -> None:
+    """gRPC sends one where it has no memory for the bytes of a message. When a conductor lacked it for a moment, its
+    client was told that the request was wrong; a prefill node's close was answered, and the hand-off stayed open."""
+    write_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    channels = Channels()
+    async with pair(tmp_path / "model") as (prefill, decode):
+        to_decode = decode_pb2_grpc.DecodeStub(channels.get(decode.control_address))
+        to_prefill = prefill_pb2_grpc.PrefillStub(channels.get(prefill.control_address))
+        calls: list[Any] = [
+            _all(to_prefill.Run(prefill_pb2.PrefillRequest(), timeout=5)),
+            _all(to_decode.Generate(decode_pb2.DecodeRequest(), timeout=5)),
+            to_decode.OpenHandoff(decode_pb2.OpenHandoffRequest(), timeout=5),
+            to_decode.CommitHandoff(decode_pb2.CommitHandoffRequest(), timeout=5),
+            to_decode.CloseHandoff(decode_pb2.CloseHandoffRequest(), timeout=5),
+        ]
+        for call in calls:
+            with pytest.raises(grpc.aio.AioRpcError, match="an empty message came") as caught:
+                await call
+            assert isinstance(error_from_rpc(caught.value), RetryElsewhere)
+        assert decode.receiver.num_open == 0
         await channels.close()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore.checksum import digest
-from mooncake.errors import InternalError
+from mooncake.errors import HandoffFailed, InternalError
 from mooncake.page_groups import UNIFORM
 from mooncake.rpc import decode_pb2 as pb
 from mooncake.rpc import decode_pb2_grpc, prefill_pb2
@@ -35,11 +35,14 @@ class DecodeNode(decode_pb2_grpc.DecodeServicer):
     """Grants blocks, and notes what is committed."""
 
     def __init__(self) -> None:
+        self.lacks_memory = False
         self.committed: list[pb.CommitHandoffRequest] = []
 
     async def OpenHandoff(  # noqa: N802
         self, request: pb.OpenHandoffRequest, context: Any
     ) -> pb.OpenHandoffResponse:
+        if self.lacks_memory:
+            return pb.OpenHandoffResponse()
         return pb.OpenHandoffResponse(segment=segment_to_wire(NOWHERE), block_ids=range(NUM_BLOCKS))
 
     async def CommitHandoff(  # noqa: N802
@@ -89,4 +92,14 @@ async def test_a_hand_off_that_cannot_be_opened_fails_at_once() -> None:
     async with sender(DecodeNode(), kick) as handoff:
         await handoff.open()
         with pytest.raises(InternalError, match="cannot be opened: ZeroDivisionError"):
+            await asyncio.wait_for(handoff.commit([], None), 5)
+
+
+async def test_an_empty_answer_of_the_decode_node_is_no_bug_of_ours() -> None:
+    """gRPC sends one where it has no memory for the bytes of a message: another attempt may go well."""
+    node = DecodeNode()
+    node.lacks_memory = True
+    async with sender(node, lambda stream: None) as handoff:
+        await handoff.open()
+        with pytest.raises(HandoffFailed, match="an empty message came"):
             await asyncio.wait_for(handoff.commit([], None), 5)
