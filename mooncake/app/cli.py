@@ -399,7 +399,8 @@ def main() -> None:
         finally:
             sys.stdout.flush()  # while an error can still be reported
     except MooncakeError as error:
-        sys.stderr.write(f"mooncake: {error.message}\n")
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"mooncake: {error.message}\n")
         raise SystemExit(exit_code(error)) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
@@ -409,7 +410,7 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at exit
         with contextlib.suppress(OSError):
             sys.stderr.write(f"mooncake: {f'{error.filename}: ' if error.filename else ''}{error.strerror}\n")
-        raise SystemExit(1) from None
+        raise SystemExit(getattr(error.__context__, "exit_code", 1)) from None  # of a wrong command line, not told
 
 
 if __name__ == "__main__":

@@ -463,6 +463,13 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("wrong", ["--nonsense", "--set=model.nam=x"])
+def test_a_disk_too_full_for_an_error_leaves_the_exit_code(wrong: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        assert subprocess.run([*MOONCAKE, "serve", wrong], stderr=full, timeout=60, check=False).returncode == 2
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 @pytest.mark.parametrize(
     "command",
     [

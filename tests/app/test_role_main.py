@@ -184,6 +184,14 @@ def test_expected_errors_are_one_sentence_and_an_exit_code(tmp_path: Path) -> No
             assert err.count("\n") == 1
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_disk_too_full_for_the_sentence_leaves_the_exit_code() -> None:
+    """A service manager is told by it not to start the process again."""
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "kvstore", "--set", "model.nam=x"]
+        assert subprocess.run(command, stderr=full, timeout=60, check=False).returncode == 2
+
+
 def test_help_is_called_as_the_program_was() -> None:
     command = [sys.executable, "-m", "kvstore", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

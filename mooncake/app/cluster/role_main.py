@@ -292,5 +292,6 @@ def raise_file_limit() -> None:
 
 
 def _leave(name: str, error: MooncakeError, code: int) -> None:
-    sys.stderr.write(f"{name}: {error.message}\n")
+    with contextlib.suppress(OSError):  # such as a full disk: the code says enough for whoever would start it again
+        sys.stderr.write(f"{name}: {error.message}\n")
     raise SystemExit(code)
