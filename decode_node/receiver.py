@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Callable, Coroutine
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -37,6 +39,8 @@ from mooncake.types import KVLayout, SampledToken
 log = logging.getLogger(__name__)
 
 ANNOUNCE_WAIT_S = 10.0  # how long a writer may be ahead of the conductor's announcement
+PATIENCE = 3.0  # times as long as it was predicted to take, a prompt may take and still count as being computed,
+PATIENCE_S = 1.0  # and this much longer
 MAX_HANDOFFS = 1024  # open at once; further ones are refused
 
 T = TypeVar("T")
@@ -49,8 +53,18 @@ class _OpenHandoff:
     handoff: Handoff
     sequence: Sequence
     on_output: OnOutput
+    expected_s: float  # for which its prompt was predicted to queue and be computed; 0: nobody knows
+    late_at: float = math.inf  # when that takes too long to be believed (monotonic, s)
     work: asyncio.Task[object] | None = None  # a thread working on its blocks, which must end before they are freed
     clean_up: asyncio.Task[None] | None = None  # revoking its writer's access, or freeing its blocks
+
+    def __post_init__(self) -> None:
+        self.is_heard()
+
+    def is_heard(self) -> None:
+        """Its prompt makes progress."""
+        if self.expected_s:
+            self.late_at = time.monotonic() + PATIENCE * self.expected_s + PATIENCE_S
 
 
 class Receiver:
@@ -75,8 +89,10 @@ class Receiver:
 
     @property
     def awaits_prompts(self) -> bool:
-        """Whether prompts queue or are computed for this node. May be called from any thread."""
-        return any(entry.handoff.state in BEING_COMPUTED for entry in list(self._handoffs.values()))
+        """Whether prompts queue or are computed for this node, as far as it can see: one that takes much longer than
+        was predicted may be on a node that hangs. May be called from any thread."""
+        now, entries = time.monotonic(), list(self._handoffs.values())
+        return any(now < entry.late_at and entry.handoff.state in BEING_COMPUTED for entry in entries)
 
     @property
     def num_waiting(self) -> int:
@@ -90,16 +106,16 @@ class Receiver:
 
     # Calls
 
-    def announce(self, handoff: Handoff, sequence: Sequence, on_output: OnOutput) -> None:
-        """The conductor announces this hand-off. Raises InvalidRequest for a duplicate id or an epoch of 0, OutOfBlocks
-        when too many are open."""
+    def announce(self, handoff: Handoff, sequence: Sequence, on_output: OnOutput, expected_s: float = 0.0) -> None:
+        """The conductor announces this hand-off, and how long its prompt takes (0: unknown). Raises InvalidRequest for
+        a duplicate id or an epoch of 0, OutOfBlocks when too many are open."""
         if handoff.epoch < 1:  # 0 is what blocks that nobody may write are granted to
             raise InvalidRequest("epochs of hand-offs count from 1", "epoch")
         if handoff.handoff_id in self._handoffs:
             raise InvalidRequest(f"hand-off {handoff.handoff_id} exists already", "handoff_id")
         if len(self._handoffs) >= MAX_HANDOFFS:
             raise OutOfBlocks(f"{MAX_HANDOFFS} hand-offs are open on this node")
-        self._handoffs[handoff.handoff_id] = _OpenHandoff(handoff, sequence, on_output)
+        self._handoffs[handoff.handoff_id] = _OpenHandoff(handoff, sequence, on_output, expected_s)
         for awaited, announced in self._early_writers:
             if awaited == handoff.handoff_id:
                 announced.set()
@@ -124,6 +140,7 @@ class Receiver:
             handoff.apply(HandoffEvent.REFUSED)
             raise
         handoff.apply(HandoffEvent.GRANTED)
+        entry.is_heard()
         _check_open(handoff)  # it may have been given up while the engine was reserving
         handoff.first_block, handoff.block_ids = reservation.first_block, list(reservation.block_ids)
         self._server.grant(handoff.block_ids, epoch)

@@ -51,7 +51,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
 
         sequence = await self._sequence(request)
         handoff = Handoff(request.handoff_id, request.epoch)
-        self._receiver.announce(handoff, sequence, on_output)  # from here on there is something to clean up
+        expected_s = request.expected_ms / 1e3
+        self._receiver.announce(handoff, sequence, on_output, expected_s)  # from here on there is something to clean up
         self._writeback_hook.watch(sequence, [pool.control_address for pool in request.pools])
         self.num_running += 1
         try:

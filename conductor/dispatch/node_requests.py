@@ -60,5 +60,6 @@ def node_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         adapter=request.adapter,
         adapter_start=request.adapter_start,
         pools=pools,
+        expected_ms=placement.predicted_ttft_ms if placement.is_known else 0.0,
     )
     return NodeRequests(prefill, decode)

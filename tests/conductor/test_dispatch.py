@@ -57,6 +57,10 @@ async def test_both_nodes_get_the_same_hand_off(start_cluster: Any) -> None:
     assert prefill.epoch >> 32 == cluster.core.incarnation & 0xFFFF_FFFF
     assert prefill.epoch & 0xFFFF_FFFF == 2, "it counts up"
     assert prefill.decode_address == cluster.decode[0].address
+    assert decode.expected_ms == 0, "nobody knows"
+    cluster.core.costs.observe_prefill("p0", 1000, 0, 1000.0)
+    await cluster.generate(cluster.request(PROMPT, 3))
+    assert cluster.decode[0].last_request.expected_ms > 0
 
 
 async def test_one_token_needs_no_decode_node(start_cluster: Any) -> None:

@@ -73,7 +73,7 @@ class HeldPrompt:
         self.may_go_on.wait(60)
 
 
-def ask(channels: Channels, prefill: PrefillNode, decode: DecodeNode) -> tuple[Any, Any]:
+def ask(channels: Channels, prefill: PrefillNode, decode: DecodeNode, expected_ms: float = 0.0) -> tuple[Any, Any]:
     """Both calls of one request, as a conductor makes them."""
     common = {
         "request_id": "r",
@@ -84,7 +84,7 @@ def ask(channels: Channels, prefill: PrefillNode, decode: DecodeNode) -> tuple[A
         "sampling": sampling_to_wire(SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)),
     }
     decoding = decode_pb2_grpc.DecodeStub(channels.get(decode.control_address)).Generate(
-        decode_pb2.DecodeRequest(**common), timeout=60
+        decode_pb2.DecodeRequest(expected_ms=expected_ms, **common), timeout=60
     )
     prefilling = prefill_pb2_grpc.PrefillStub(channels.get(prefill.control_address)).Run(
         prefill_pb2.PrefillRequest(decode_address=decode.control_address, **common), timeout=60
@@ -141,6 +141,27 @@ async def test_decode_steps_leave_their_cores_to_prompts_that_this_node_waits_fo
         await asyncio.gather(*reading)
         await until(lambda: not decode.receiver.awaits_prompts, 30)
         assert rest_after_s(0.01) == 0
+        for call in calls:
+            call.cancel()
+        await channels.close()
+
+
+@pytest.mark.timeout(120)
+async def test_decode_steps_do_not_wait_for_a_prompt_that_takes_much_longer_than_was_predicted(tmp_path: Path) -> None:
+    """Its prefill node may hang: the decode node's other answers would come at a third of their pace until somebody
+    finds out."""
+    write_tiny_model(tmp_path / "model", max_position_embeddings=512)
+    channels = Channels()
+    async with pair(tmp_path / "model", "node.decode_share=0.25") as (prefill, decode):
+        prompt = HeldPrompt(prefill)
+        calls = ask(channels, prefill, decode, expected_ms=10)
+        reading = [asyncio.create_task(anext(aiter(call))) for call in calls]
+        await prompt.begun.wait()
+        await until(lambda: decode._role.rest_after_s(0.01) > 0, 30)
+        await until(lambda: decode._role.rest_after_s(0.01) == 0, 30)
+        assert decode.receiver.num_open == 1, "it is still awaited"
+        prompt.may_go_on.set()
+        await asyncio.gather(*reading)
         for call in calls:
             call.cancel()
         await channels.close()
