@@ -20,7 +20,14 @@ from typing import Any, NamedTuple, Protocol, cast
 from google.protobuf.message import DecodeError, Message
 
 from kvstore.transfer.sockets import keep_alive
-from mooncake.errors import DeadlineExceeded, InternalError, MooncakeError, NodeUnavailable
+from mooncake.errors import (
+    DeadlineExceeded,
+    InternalError,
+    MooncakeError,
+    NodeUnavailable,
+    OutOfMemory,
+    lacks_memory,
+)
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.errors import error_from_parts, parts_of_error
 from mooncake.rpc.limits import share_of_files
@@ -202,6 +209,8 @@ class _Caller(_Frames):
             self._refuse(name, call, error)
 
     def _refuse(self, name: str, call: int, error: Exception) -> None:
+        if lacks_memory(error):
+            error = OutOfMemory(f"no memory is left for {name}")
         if not isinstance(error, MooncakeError):
             log.error("%s failed", name, exc_info=error)
             error = InternalError(f"{name} failed; the store's log says why")
@@ -271,8 +280,8 @@ class FastRpc(_Frames):
         timeout: float,
         unheard: Callable[[pb.ReserveResponse | None], object] | None = None,
     ) -> Awaitable[pb.ReserveResponse]:
-        """``unheard`` gets the answer if the caller was cancelled or timed out before it arrived, and None if the
-        connection ended before it arrived, whether or not anyone was waiting."""
+        """``unheard`` gets the answer if the caller was cancelled or timed out before it arrived, None if that was an
+        error, and None if the connection ended before it arrived, whether or not anyone was waiting."""
         return self._call("Reserve", request, timeout, unheard)
 
     def Seal(self, request: pb.SealRequest, timeout: float) -> Awaitable[pb.SealResponse]:  # noqa: N802
@@ -344,6 +353,8 @@ class FastRpc(_Frames):
         if asked is None:  # nobody waits any more
             return
         if kind == _FAILED:
+            if asked.unheard is not None and asked.answer.done():
+                asked.unheard(None)
             _fail(asked.answer, error_from_parts(message))
         else:
             response = asked.response_type.FromString(message)  # if invalid, ends the connection and this call

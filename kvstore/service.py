@@ -16,6 +16,7 @@ from mooncake.errors import InvalidRequest
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
+from mooncake.rpc.server import check_arrived
 from mooncake.types import BlockKey, SegmentAddress
 
 MAX_BLOCKS = 65536  # in one message
@@ -55,6 +56,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:  # noqa: N802
         _check_count(len(request.blocks))
+        check_arrived(request.blocks)
         sealings = [Sealing(_grant(block.slot), checksums_from_wire(block.checksums)) for block in request.blocks]
         sealed = await self._store.seal(sealings, request.durable)
         return pb.SealResponse(
@@ -79,6 +81,7 @@ class StoreServicer(store_pb2_grpc.StoreServicer):
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         _check_count(len(request.slots) + len(request.numbers))
+        check_arrived(request.slots or request.numbers)
         self._store.abort(map(_grant, request.slots))
         self._store.abort_numbers(request.writer_id, request.numbers)
         return pb.AbortResponse()

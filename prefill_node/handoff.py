@@ -8,7 +8,7 @@ import logging
 import grpc
 
 from kvstore.checksum import digest
-from mooncake.errors import HandoffFailed, InternalError, as_ours
+from mooncake.errors import InternalError, OutOfMemory, as_ours
 from mooncake.page_groups import page_number
 from mooncake.rpc import decode_pb2, decode_pb2_grpc
 from mooncake.rpc import prefill_pb2 as pb
@@ -47,7 +47,7 @@ class HandoffSender:
             await self._open()
         except grpc.aio.AioRpcError as error:
             self.stream.fail(error_from_rpc(error, "decode node"))
-        except (HandoffFailed, InternalError) as error:
+        except (OutOfMemory, InternalError) as error:
             self.stream.fail(error)
         except Exception as error:
             log.exception("%s cannot be opened", self.stream.name)

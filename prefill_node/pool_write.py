@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvstore.client.store_client import StoreClient
 from kvstore.client.types import Reservation
 from mooncake.engine.engine import Engine
-from mooncake.errors import MooncakeError
+from mooncake.errors import MooncakeError, as_ours, lacks_memory
 from mooncake.page_groups import page_key, page_number
 from mooncake.types import BlockKey
 from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
@@ -35,6 +35,7 @@ class PoolWrite:
         self._deadline = deadline
         self._layout = node.host.cache_size.layout
         self._groups = node.host.cache_size.groups
+        self._reserved: list[Reservation | None] = []
         self._reservations: dict[int, Reservation] = {}  # by page number
         self._is_sealed = False
         self._retained: list[int] = []  # blocks of a sequence that continues here, each with one reference of ours
@@ -54,24 +55,27 @@ class PoolWrite:
         if not blocks:
             return
         try:
-            slots = await self._store.ranges.reserve(
+            self._reserved = await self._store.ranges.reserve(
                 blocks,
                 self._layout.block_bytes,
                 self._layout.num_layers,
                 into_dram=into_dram,
                 timeout_s=CONTROL_TIMEOUT_S,
             )
+            found = zip(wanted, self._reserved, strict=True)
+            self._reservations = {page_number(*page): slot for page, slot in found if slot is not None}
+            if not self._reservations:
+                return
+            segment = next(iter(self._reservations.values())).segment
+            slots = {page: (slot.index, slot.epoch) for page, slot in self._reservations.items()}
+            self.stream.open(Destination(segment, slots))
+            self.stream.writer.kick(self.stream)
         except MooncakeError as error:
             log.info("%s: not stored: %s", self._request_id, error.message)
             self.stream.fail(error)
-            return
-        found = zip(wanted, slots, strict=True)
-        self._reservations = {page_number(*page): slot for page, slot in found if slot is not None}
-        if not self._reservations:
-            return
-        segment = next(iter(self._reservations.values())).segment
-        self.stream.open(Destination(segment, {i: (slot.index, slot.epoch) for i, slot in self._reservations.items()}))
-        self.stream.writer.kick(self.stream)
+        except Exception as error:  # otherwise whoever seals would wait for the stream until the deadline
+            log.exception("%s: not stored", self._request_id)
+            self.stream.fail(as_ours(error, self.stream.name))
 
     async def seal(self) -> None:
         """Wait until every block has been written, then let others read them."""
@@ -91,12 +95,16 @@ class PoolWrite:
                 await self._store.ranges.abort(not_there)
         except MooncakeError as error:
             log.debug("%s: not stored: %s", self._request_id, error.message)
+        except Exception as error:
+            if not lacks_memory(error):
+                raise
+            log.info("%s: not stored: %r", self._request_id, error)  # ``close`` aborts
 
     async def close(self) -> None:
         """Abort reservations that were not sealed."""
-        if self._reservations and not self._is_sealed:
+        if not self._is_sealed and (slots := [slot for slot in self._reserved if slot is not None]):
             with contextlib.suppress(MooncakeError):
-                await self._store.ranges.abort(list(self._reservations.values()))
+                await self._store.ranges.abort(slots)
 
     def retain_blocks(self, block_ids: list[int]) -> None:
         """On the engine's thread: keep the blocks until they are written, whatever happens to their sequence."""

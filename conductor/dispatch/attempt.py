@@ -19,7 +19,7 @@ from conductor.dispatch.node_requests import NodeRequests
 from conductor.placement.bookings import Booking
 from conductor.placement.scheduler import Placement
 from conductor.registry import NodeInfo
-from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError, NodeUnavailable
+from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError, NodeUnavailable, OutOfMemory
 from mooncake.rpc import decode_pb2, prefill_pb2
 from mooncake.rpc.decode_pb2_grpc import DecodeStub
 from mooncake.rpc.prefill_pb2_grpc import PrefillStub
@@ -184,7 +184,7 @@ class Attempt:
         except DeadlineExceeded:
             raise
         except MooncakeError as error:
-            is_retryable = isinstance(error, HandoffFailed) if ended is None else ended.is_retryable
+            is_retryable = isinstance(error, OutOfMemory) if ended is None else ended.is_retryable
             raise AttemptFailed(error, is_retryable) from None
 
     async def _explained(self, role: Role, failure: AttemptFailed) -> AttemptFailed:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from conductor.api import Delta
 from conductor.dispatch.lifecycle import HandoffPhase, Lifecycle
-from mooncake.errors import HandoffFailed, InternalError, MooncakeError
+from mooncake.errors import HandoffFailed, InternalError, MooncakeError, OutOfMemory
 from mooncake.rpc import decode_pb2, prefill_pb2
 from mooncake.rpc.convert import UnreadScores, report_from_wire, sampled_from_wire
 from mooncake.types import FinishReason, PrefillReport, SampledToken
@@ -59,7 +59,7 @@ class Merger:
         return choice in self._unwanted
 
     def on_prefill_message(self, message: prefill_pb2.PrefillResponse) -> Delta | None:
-        """Raises HandoffFailed for an empty message, InternalError when an index is missing or a finish reason is
+        """Raises OutOfMemory for an empty message, InternalError when an index is missing or a finish reason is
         unknown."""
         if message.HasField("report"):
             self.report = report_from_wire(message.report)
@@ -144,9 +144,9 @@ class Merger:
         return tuple(new)
 
 
-def _empty(role: str) -> HandoffFailed:
+def _empty(role: str) -> OutOfMemory:
     """gRPC sends an empty message where it has no memory for the bytes of one, and goes on."""
-    return HandoffFailed(f"the {role} node sent an empty message: it had perhaps no memory to write it")
+    return OutOfMemory(f"the {role} node sent an empty message: it had perhaps no memory to write it")
 
 
 def _finish_reason(text: str) -> FinishReason:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Iterator, Sequence, Sized
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -19,7 +19,14 @@ import grpc
 from kvstore.client.types import Lease, Reservation, in_batches, reservations_from_wire, slot_to_wire
 from kvstore.fast_rpc import FastRpc
 from mooncake.addresses import split_address
-from mooncake.errors import DeadlineExceeded, MooncakeError, NodeUnavailable
+from mooncake.errors import (
+    CallerError,
+    DeadlineExceeded,
+    MooncakeError,
+    NodeUnavailable,
+    OutOfMemory,
+    TryLater,
+)
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc import store_pb2_grpc
 from mooncake.rpc.errors import error_from_rpc
@@ -117,8 +124,20 @@ class StoreCalls:
 
     async def reserve(self, request: pb.ReserveRequest, timeout_s: float) -> pb.ReserveResponse:
         """Slots for a caller that stopped waiting are returned when the answer arrives, or cannot arrive any more:
-        the store does not know that nobody will write into them, and would hold them until our connections end."""
+        the store does not know that nobody will write into them, and would hold them until our connections end. So are
+        those of an answer that somebody, here or there, had no memory for."""
         request.number = number = secrets.randbits(63) | 1
+        try:
+            response = await self._reserve(request, number, timeout_s)
+            check_whole(response.slots, request.blocks)
+        except (CallerError, DeadlineExceeded, NodeUnavailable, TryLater):  # nothing is reserved, or is given back
+            raise
+        except Exception:
+            self.give_back(number)
+            raise
+        return response
+
+    async def _reserve(self, request: pb.ReserveRequest, number: int, timeout_s: float) -> pb.ReserveResponse:
         fast = self.fast
         if isinstance(fast, FastRpc):
             return await self.call(fast.Reserve(request, timeout_s, lambda answer: self._give_back(answer, number)))
@@ -135,14 +154,18 @@ class StoreCalls:
         try:
             return asking.result()
         except NodeUnavailable:
-            self._give_back(None, number)
+            self.give_back(number)
             raise
 
     async def _give_back_late(self, asking: Awaitable[pb.ReserveResponse], number: int) -> None:
         try:
             self._give_back(await asking, number)
-        except (NodeUnavailable, DeadlineExceeded):
-            self._give_back(None, number)
+        except MooncakeError:
+            self.give_back(number)
+
+    def give_back(self, number: int) -> None:
+        """Whatever the ``reserve`` with this number was given; nobody knows what that is."""
+        self._give_back(None, number)
 
     def _give_back(self, response: pb.ReserveResponse | None, number: int) -> None:
         if self._is_closed:
@@ -236,3 +259,10 @@ def left_s(deadline: float) -> float:
     if left <= 0:
         raise DeadlineExceeded("the time for this call to the store is over")
     return left
+
+
+def check_whole(answers: Sized, asked: Sized) -> None:
+    """Raises OutOfMemory when not everything is answered: gRPC sends an empty message where it has no memory for the
+    bytes of one."""
+    if len(answers) != len(asked):
+        raise OutOfMemory("the store sent an empty answer: it had perhaps no memory to write it")

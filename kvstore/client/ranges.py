@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvstore.checksum import Checksums, checksum, checksums_to_wire
-from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
+from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls, check_whole, left_s
 from kvstore.client.near import INLINE_BYTES
 from kvstore.client.shortcuts import Shortcuts
 from kvstore.client.types import (
@@ -108,8 +108,12 @@ class StoreRanges:
             into_dram=into_dram,
         )
         response = await self._calls.reserve(request, left_s(deadline))
-        self._shortcuts.heard_from(response.segment.incarnation)
-        return reservations_from_wire(response), [slot.stored for slot in response.slots]
+        try:
+            self._shortcuts.heard_from(response.segment.incarnation)
+            return reservations_from_wire(response), [slot.stored for slot in response.slots]
+        except Exception:  # there is no memory for what was reserved
+            self._calls.give_back(request.number)
+            raise
 
     async def write_ranges(
         self, segment: SegmentAddress, ranges: Sequence[WriteRange], *, timeout_s: float = DEFAULT_TIMEOUT_S
@@ -140,6 +144,7 @@ class StoreRanges:
             for part in in_batches(blocks):
                 request = pb.SealRequest(blocks=part, durable=durable)
                 response = await self._calls.call(self._calls.fast.Seal(request, timeout=left_s(deadline)))
+                check_whole(response.sealed, part)
                 sealed += response.sealed
                 is_safe += response.durable
         if durable and any(here and not safe for here, safe in zip(sealed, is_safe, strict=True)):

@@ -20,7 +20,7 @@ from typing_extensions import Buffer
 
 from kvstore.block_names import checked_key
 from kvstore.checksum import Checksums, checksums_of, first_mismatch
-from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls, left_s
+from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls, check_whole, left_s
 from kvstore.client.far import PROMPT_BYTES
 from kvstore.client.ranges import StoreRanges
 from kvstore.client.shortcuts import Shortcuts
@@ -257,6 +257,7 @@ class StoreClient:
         for missing in in_batches([index for index, is_here in enumerate(known) if is_here is None]):
             request = pb.ExistsRequest(keys=[keys[index] for index in missing])
             response = await self._calls.call(self._calls.fast.Exists(request, timeout=left_s(deadline)))
+            check_whole(response.stored, missing)
             for index, is_stored in zip(missing, response.stored, strict=True):
                 known[index] = is_stored
         return cast(list[bool], known)

@@ -18,15 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from mooncake.addresses import join_address
 from mooncake.connection_cache import KEEP_S, ConnectionCache
-from mooncake.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    HandoffFailed,
-    InvalidRequest,
-    MooncakeError,
-    OutOfMemory,
-    lacks_memory,
-)
+from mooncake.errors import ConfigError, DeadlineExceeded, InvalidRequest, MooncakeError, OutOfMemory, lacks_memory
 from mooncake.rpc.errors import status_of, trailing_metadata
 from mooncake.rpc.limits import OpenStreams, RpcLimits, pings
 from mooncake.rpc.wakeups import all_wakeups_read
@@ -279,11 +271,11 @@ class CleanUps:
             task.get_loop().call_exception_handler(what)  # for lack of memory, it ends the process
 
 
-def check_arrived(request_id: str) -> None:
-    """Raises HandoffFailed for a message without the id that each of its kind has: where gRPC has no memory for the
-    bytes of a message, it sends none of them and says nothing. The sender may be lucky with another try or node."""
-    if not request_id:
-        raise HandoffFailed("an empty message came: who sent it had perhaps no memory to write it")
+def check_arrived(content: object) -> None:
+    """Raises OutOfMemory for a message without the content that each of its kind has: where gRPC has no memory for
+    the bytes of a message, it sends none of them and says nothing. The sender may be lucky with another try or node."""
+    if not content:
+        raise OutOfMemory("an empty message came: who sent it had perhaps no memory to write it")
 
 
 def remaining_s(context: Any, most_s: float) -> float:

@@ -8,7 +8,7 @@ import pytest
 from conductor.api import Delta
 from conductor.dispatch.lifecycle import HandoffPhase, handoff_lifecycle
 from conductor.dispatch.merge import Merger
-from mooncake.errors import HandoffFailed, InternalError, NodeUnavailable
+from mooncake.errors import HandoffFailed, InternalError, NodeUnavailable, OutOfMemory
 from mooncake.rpc import common_pb2, decode_pb2, prefill_pb2
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
@@ -73,9 +73,9 @@ def test_repeats_are_dropped_and_gaps_are_our_bug(seed: int) -> None:
 
 def test_an_empty_message_is_a_failure_of_its_sender() -> None:
     """gRPC sends one where it has no memory for the bytes of a message: a token or the report was in it."""
-    with pytest.raises(HandoffFailed, match="the prefill node sent an empty message"):
+    with pytest.raises(OutOfMemory, match="the prefill node sent an empty message"):
         merger().on_prefill_message(prefill_pb2.PrefillResponse())
-    with pytest.raises(HandoffFailed, match="the decode node sent an empty message"):
+    with pytest.raises(OutOfMemory, match="the decode node sent an empty message"):
         merger().on_decode_message(decode_pb2.DecodeResponse())
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import grpc
 import pytest
 from store_alone import connect_store
 
@@ -23,7 +24,15 @@ from kvstore.node import StoreNode
 from kvstore.transfer.sockets import bound_to
 from mooncake.app.cluster.role_main import run_async
 from mooncake.config import load_config
-from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, NodeUnavailable, OutOfBlocks, Overloaded
+from mooncake.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    MooncakeError,
+    NodeUnavailable,
+    OutOfBlocks,
+    OutOfMemory,
+    Overloaded,
+)
 from mooncake.rpc import store_pb2, store_pb2_grpc
 from mooncake.rpc.errors import error_from_parts, parts_of_error
 from mooncake.rpc.server import Channels, RpcServer
@@ -57,6 +66,53 @@ async def test_errors_arrive_as_they_were_raised(node: StoreNode) -> None:
         assert await client.put(b"more", b"x")
         with pytest.raises(DeadlineExceeded):
             await client.ranges.acquire([b"k"], timeout_s=0.0)
+
+
+def no_memory(*given: object) -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("way", ["fast RPC", "gRPC"])
+@pytest.mark.parametrize("lacks_it", ["store", "gRPC of the store", "client"])
+async def test_slots_of_an_answer_that_found_no_memory_are_given_back(
+    node: StoreNode, lacks_it: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows their epochs: the store would hold them as long as the client lives."""
+    async with await connect_store(node.control_address) as client:
+        assert client._calls.fast_rpc is not None
+        if way == "gRPC":
+            client._calls.fast_rpc.close()
+            client._calls.fast_rpc = None
+        ask = client._calls._reserve
+
+        async def empty_answer(*given: Any) -> store_pb2.ReserveResponse:
+            await ask(*given)
+            return store_pb2.ReserveResponse()
+
+        with monkeypatch.context() as patched:
+            match lacks_it:
+                case "store":
+                    patched.setattr("kvstore.service._offer_to_wire", no_memory)
+                case "client":
+                    patched.setattr("kvstore.client.ranges.reservations_from_wire", no_memory)
+                case _:
+                    patched.setattr(client._calls, "_reserve", empty_answer)
+            with pytest.raises(MemoryError if lacks_it == "client" else OutOfMemory):
+                await client.ranges.reserve([(b"a", b""), (b"b", b"")], BLOCK, 1)
+        assert (await client.stats()).free == 2
+        async with asyncio.timeout(10):
+            while (await client.stats()).free < 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
+async def test_an_end_of_reservations_that_arrives_empty_is_told_again(node: StoreNode) -> None:
+    async with await connect_store(node.control_address) as client:
+        for call in (client._calls.fast.Abort, client._calls.stub.Abort):
+            with pytest.raises((MooncakeError, grpc.aio.AioRpcError), match="an empty message came"):
+                await call(store_pb2.AbortRequest(), timeout=5)
+        for call in (client._calls.fast.Seal, client._calls.stub.Seal):
+            with pytest.raises((MooncakeError, grpc.aio.AioRpcError), match="an empty message came"):
+                await call(store_pb2.SealRequest(), timeout=5)
 
 
 @pytest.mark.parametrize(

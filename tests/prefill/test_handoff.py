@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvstore.checksum import digest
-from mooncake.errors import HandoffFailed, InternalError
+from mooncake.errors import InternalError, OutOfMemory
 from mooncake.page_groups import UNIFORM
 from mooncake.rpc import decode_pb2 as pb
 from mooncake.rpc import decode_pb2_grpc, prefill_pb2
@@ -101,5 +101,5 @@ async def test_an_empty_answer_of_the_decode_node_is_no_bug_of_ours() -> None:
     node.lacks_memory = True
     async with sender(node, lambda stream: None) as handoff:
         await handoff.open()
-        with pytest.raises(HandoffFailed, match="an empty message came"):
+        with pytest.raises(OutOfMemory, match="an empty message came"):
             await asyncio.wait_for(handoff.commit([], None), 5)
