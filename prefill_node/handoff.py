@@ -16,13 +16,11 @@ from mooncake.rpc.convert import sampled_to_wire, segment_from_wire
 from mooncake.rpc.errors import error_from_rpc
 from mooncake.rpc.server import check_arrived
 from mooncake.types import SampledToken
-from prefill_node.deadline import CONTROL_TIMEOUT_S, Deadline
+from prefill_node.deadline import Deadline
 from prefill_node.kv_writer import Destination, WriteStream
 from prefill_node.resources import NodeResources
 
 log = logging.getLogger(__name__)
-
-CLOSE_TRIES = 3  # after which the end of our connections has to tell the decode node
 
 
 class HandoffSender:
@@ -98,13 +96,7 @@ class HandoffSender:
         request = decode_pb2.CloseHandoffRequest(
             handoff_id=self._request.handoff_id, epoch=self._request.epoch, reason="prefill ended without a commit"
         )
-        for attempt in range(CLOSE_TRIES):
-            try:
-                await self._decode_node.CloseHandoff(request, timeout=CONTROL_TIMEOUT_S)
-                return
-            except grpc.aio.AioRpcError as error:
-                log.info("closing %s, try %d: %s", self.stream.name, attempt + 1, error.details())
-                await asyncio.sleep(0.2 * 2**attempt)
+        await self._node.closings.tell(self._request.decode_address, request)
 
     @property
     def _decode_node(self) -> decode_pb2_grpc.DecodeAsyncStub:

@@ -105,11 +105,8 @@ class PromptWrites:
             self.pool.release_blocks(engine)
 
     async def close(self) -> None:
-        """Tell the peers, who may be slow."""
-        if self.handoff is not None:
-            await self.handoff.close()
-        if self.pool is not None:
-            await self.pool.close()
+        """Tell the peers, who may be slow: neither waits for the other to be told."""
+        await asyncio.gather(*(write.close() for write in (self.handoff, self.pool) if write is not None))
 
     async def _open_handoff(self, handoff: HandoffSender) -> None:
         await self._has_started.wait()

@@ -10,6 +10,7 @@ from kvstore.transfer.engine import TransferEngine
 from mooncake.engine.host import EngineHost
 from mooncake.rpc.server import Channels
 from prefill_node.blend_chunks import BlendChunks
+from prefill_node.closings import Closings
 from prefill_node.converted_prefix import SourceLayout
 from prefill_node.kv_writer import KVWriter
 from prefill_node.loader import Loader
@@ -22,6 +23,7 @@ class NodeResources:
     host: EngineHost
     transfer: TransferEngine
     channels: Channels
+    closings: Closings
     streamer: LayerStreamer
     loader: Loader
     handoff_writer: KVWriter  # urgent: a request waits for these bytes

@@ -13,6 +13,7 @@ from mooncake.engine.host import EngineHost
 from mooncake.rpc import cluster_pb2, prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from prefill_node.blend_chunks import BlendChunks
+from prefill_node.closings import Closings
 from prefill_node.converted_prefix import SourceLayout
 from prefill_node.kv_writer import KVWriter, WriteStream
 from prefill_node.loader import Loader
@@ -28,6 +29,7 @@ class PrefillRole:
     def __init__(self, host: EngineHost, transfer: TransferEngine, channels: Channels) -> None:
         """Raises ConfigError."""
         self._samples = host.samples
+        self._closings = Closings(channels)
         self._chunks = BlendChunks.configured(host)
         source_layout = SourceLayout.configured(host.config.pool_layout, host.content, host.cache_size.layout)
         variant = Sender.configured(host)
@@ -42,6 +44,7 @@ class PrefillRole:
             host=host,
             transfer=transfer,
             channels=channels,
+            closings=self._closings,
             streamer=self.hook,
             loader=loader,
             handoff_writer=handoff_writer,
@@ -84,6 +87,7 @@ class PrefillRole:
 
     def stop(self) -> None:
         """Call after the engine has stopped."""
+        self._closings.stop()
         for worker in self._workers:
             worker.stop()
 

@@ -11,15 +11,17 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from waiting import until
 
 from kvstore.checksum import digest
-from mooncake.errors import InternalError, OutOfMemory
+from mooncake.errors import InternalError, NodeUnavailable, OutOfMemory
 from mooncake.page_groups import UNIFORM
 from mooncake.rpc import decode_pb2 as pb
 from mooncake.rpc import decode_pb2_grpc, prefill_pb2
 from mooncake.rpc.convert import segment_to_wire
 from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer
 from mooncake.types import KVLayout, SegmentAddress
+from prefill_node.closings import Closings
 from prefill_node.deadline import Deadline
 from prefill_node.handoff import HandoffSender
 from prefill_node.kv_writer import WriteStream
@@ -36,6 +38,8 @@ class DecodeNode(decode_pb2_grpc.DecodeServicer):
 
     def __init__(self) -> None:
         self.lacks_memory = False
+        self.deaf_to = 0  # tries to close that are not heard
+        self.closed: list[str] = []
         self.committed: list[pb.CommitHandoffRequest] = []
 
     async def OpenHandoff(  # noqa: N802
@@ -51,6 +55,15 @@ class DecodeNode(decode_pb2_grpc.DecodeServicer):
         self.committed.append(request)
         return pb.CommitHandoffResponse()
 
+    async def CloseHandoff(  # noqa: N802
+        self, request: pb.CloseHandoffRequest, context: Any
+    ) -> pb.CloseHandoffResponse:
+        self.deaf_to -= 1
+        if self.deaf_to >= 0:
+            raise NodeUnavailable("nobody listens")
+        self.closed.append(request.handoff_id)
+        return pb.CloseHandoffResponse()
+
 
 @contextlib.asynccontextmanager
 async def sender(node: DecodeNode, kick: Callable[[WriteStream], None]) -> AsyncIterator[HandoffSender]:
@@ -63,6 +76,7 @@ async def sender(node: DecodeNode, kick: Callable[[WriteStream], None]) -> Async
             transfer=SimpleNamespace(writer_id="prefill"),
             handoff_writer=SimpleNamespace(kick=kick),
             channels=channels,
+            closings=Closings(channels),
         )
         request = prefill_pb2.PrefillRequest(handoff_id="h", epoch=1, decode_address=f"127.0.0.1:{port}")
         yield HandoffSender(cast(NodeResources, resources), request, NUM_TOKENS, Deadline(time.monotonic() + 30))
@@ -103,3 +117,17 @@ async def test_an_empty_answer_of_the_decode_node_is_no_bug_of_ours() -> None:
         await handoff.open()
         with pytest.raises(OutOfMemory, match="an empty message came"):
             await asyncio.wait_for(handoff.commit([], None), 5)
+
+
+async def test_a_decode_node_hears_of_the_end_of_a_hand_off_however_long_it_was_deaf(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its blocks would be quarantined for as long as both live: it was told three times, within 16 seconds."""
+    monkeypatch.setattr("prefill_node.closings.MAX_PAUSE_S", 0.3)
+    node = DecodeNode()
+    node.deaf_to = 6
+    async with sender(node, lambda stream: None) as handoff:
+        await asyncio.wait_for(handoff.close(), 5)
+        assert not node.closed and handoff._node.closings.num_owed == 1
+        await until(lambda: node.closed == ["h"], 10)
+        await until(lambda: handoff._node.closings.num_owed == 0, 10)

@@ -13,9 +13,12 @@ import pytest
 from kvstore.client.store_client import StoreClient
 from kvstore.client.types import Reservation
 from mooncake.page_groups import UNIFORM
+from mooncake.rpc.prefill_pb2 import PrefillRequest
 from mooncake.types import BlockKey, KVLayout, SegmentAddress
 from prefill_node.deadline import Deadline
+from prefill_node.handoff import HandoffSender
 from prefill_node.pool_write import PoolWrite
+from prefill_node.prompt_writes import PromptWrites
 from prefill_node.resources import NodeResources
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, block_tokens=16, head_dim=8, dtype="float16")
@@ -59,3 +62,20 @@ async def test_a_writer_that_finds_no_memory_gives_the_store_its_slots_back(
     await asyncio.wait_for(write.seal(), 5)
     await write.close()
     assert ranges.aborted == [0, 1, 2]
+
+
+async def test_a_store_has_its_slots_back_before_a_decode_node_that_hangs_is_told() -> None:
+    resources = cast(NodeResources, SimpleNamespace())
+    writes = PromptWrites(resources, PrefillRequest(), KEYS, Deadline(time.monotonic() + 30))
+    may_end, is_aborted = asyncio.Event(), asyncio.Event()
+
+    async def abort() -> None:
+        is_aborted.set()
+
+    writes.handoff = cast(HandoffSender, SimpleNamespace(close=may_end.wait))
+    writes.pool = cast(PoolWrite, SimpleNamespace(close=abort))
+    closing = asyncio.create_task(writes.close())
+    await asyncio.wait_for(is_aborted.wait(), 5)
+    assert not closing.done()
+    may_end.set()
+    await closing
