@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A token's natural-log probability at one place. ``rank`` counts from 1; None for a token of a beam that is not
-    among the most likely ones that were asked for."""
+    """A token's natural-log probability at one place. ``rank`` counts all tokens, the most likely first, from 1."""
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 
@@ -187,9 +186,9 @@ class Draft:
         return [self._at_one_place(*each) for each in zip(token_ids, scores, strict=True)]
 
     def _at_one_place(self, token_id: int, score: TokenLogprob) -> Logprobs:
-        ranks = {token_id: score.rank or None} | {other: rank for rank, (other, _) in enumerate(score.top, 1)}
+        ranks = {token_id: score.rank} | {other: rank for rank, (other, _) in enumerate(score.top, 1)}
         values = {token_id: score.logprob} | dict(score.top)
-        return {each: Logprob(value, ranks.get(each), self._text_of(each)) for each, value in values.items()}
+        return {each: Logprob(value, ranks[each], self._text_of(each)) for each, value in values.items()}
 
 
 class DraftAnswer:

@@ -36,7 +36,7 @@ class FinishReason(StrEnum):
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     """Natural-log probability of a chosen token, and of the top alternatives (most likely first). ``rank`` counts all
-    tokens in that order, from 1; 0: nobody has counted (beams)."""
+    tokens in that order, from 1; 0: nobody has counted."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

@@ -55,7 +55,7 @@ class OutputProcessor:
         for sequence in finished:
             self._requests.finish(sequence)
         for search in searches:
-            self._output_search(self._searches.advance(search, search.take_candidates()))
+            self._output_search(self._searches.advance(search, search.take_candidates(self._sampler.score)))
 
     def append_sampled(
         self, sequences: Rows[Sequence], tokens: Iterable[tuple[int, TokenLogprob | None]]
@@ -75,7 +75,8 @@ class OutputProcessor:
     def start_answers(self, sequence: Sequence, first_tokens: Rows[SampledToken]) -> None:
         """The prompt was computed by another engine, which also sampled the first token of each answer."""
         if sequence.is_beam:
-            self._output_search(self._searches.start(sequence, handed_candidates(first_tokens[0])))
+            candidates = handed_candidates(first_tokens[0], sequence.sampling.logprobs)
+            self._output_search(self._searches.start(sequence, candidates))
             return
         answers = self._answers_of(sequence)
         finished = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -147,22 +148,36 @@ def test_searches_and_samples_run_side_by_side() -> None:
     assert engine.block_pool.num_in_use == 0
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 12])
-def test_a_search_goes_on_after_a_hand_off(max_tokens: int) -> None:
-    prompt = random_prompt(10, 3)
-    source, target = hash_engine(), hash_engine(chunk_tokens=0)
-    there = hash_sequence("r", prompt, beams(max_tokens), num_to_sample=1, hold_blocks=True, eos_ids=(3,))
+@pytest.mark.parametrize(("max_tokens", "logprobs"), [(1, None), (2, 0), (12, 3), (12, 12)])
+def test_a_search_goes_on_after_a_hand_off(max_tokens: int, logprobs: int | None) -> None:
+    prompt, sampling = random_prompt(10, 3), replace(beams(max_tokens), logprobs=logprobs)
+    source, target, whole = hash_engine(), hash_engine(chunk_tokens=0), hash_engine()
+    there = hash_sequence("r", prompt, sampling, num_to_sample=1, hold_blocks=True, eos_ids=(3,))
     source.add(there)
     [output] = run_all(source)
-    reservation = target.reserve(hash_sequence("r", prompt, beams(max_tokens), eos_ids=(3,)))
+    reservation = target.reserve(hash_sequence("r", prompt, sampling, eos_ids=(3,)))
     for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
         target.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
     source.abort("r")
     with pytest.raises(InvalidRequest, match="no candidates"):
         target.start_reserved("r", [SampledToken(0, output.token.token_id)])
     target.start_reserved("r", [output.token])
-    assert answers(run_all(target)) == searched(prompt, beams(max_tokens))
+    whole.add(hash_sequence("r", prompt, sampling, eos_ids=(3,)))
+    got, wanted = run_all(target), run_all(whole)
+    assert answers(got) == answers(wanted)
+    for here, elsewhere in zip(got, wanted, strict=True):
+        if logprobs is None:
+            assert here.token.logprob is None
+        else:
+            assert told(here) == pytest.approx(told(elsewhere), abs=1e-5) and len(told(here)) == 2 + 2 * logprobs
     assert source.block_pool.num_in_use == target.block_pool.num_in_use == 0
+
+
+def told(output: StepOutput) -> list[float]:
+    """The numbers of a token's log-probability: its own, its rank, and the tokens that were most likely."""
+    logprob = output.token.logprob
+    assert logprob is not None and logprob.rank > 0
+    return [logprob.logprob, logprob.rank, *(number for pair in logprob.top for number in pair)]
 
 
 def test_no_hand_off_takes_the_room_that_beams_wait_for() -> None:
@@ -298,3 +313,20 @@ def test_logits_that_are_not_finite_end_a_search_once(num_good_steps: int) -> No
     [(request_id, error)] = engine.take_ended()
     assert request_id == "r" and isinstance(error, NotFinite)
     assert engine.block_pool.num_in_use == 0 and not engine.is_open("r")
+
+
+@pytest.mark.parametrize("count", [0, 5, 20])
+def test_log_probabilities_of_beams_are_those_of_any_answer(tiny: tuple[LLM, Any], count: int) -> None:
+    llm, _ = tiny
+    prompt = list(range(5, 25))
+    search = Wanted(max_tokens=4, temperature=0.0, n=3, beam_search=BeamSearch(), logprobs=count, ignore_eos=True)
+    alone = Wanted(max_tokens=1, temperature=0.0, prompt_logprobs=count)
+    [found] = llm.generate([prompt], search, use_tqdm=False)
+    for beam in found.outputs:
+        [scored] = llm.generate([prompt + beam.token_ids], alone, use_tqdm=False)
+        assert scored.prompt_logprobs is not None and beam.logprobs is not None
+        for place, wanted in zip(beam.logprobs, scored.prompt_logprobs[len(prompt) :], strict=True):
+            assert wanted is not None
+            assert [(i, each.rank) for i, each in place.items()] == [(i, each.rank) for i, each in wanted.items()]
+            values = [each.logprob for each in wanted.values()]
+            assert [each.logprob for each in place.values()] == pytest.approx(values, abs=1e-4)

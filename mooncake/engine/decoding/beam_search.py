@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,6 +19,7 @@ from mooncake.engine.sequence import SCHEDULABLE, Sequence
 from mooncake.types import SampledToken, TokenLogprob
 
 Row = torch.Tensor  # logits [V] float32
+Score = Callable[[torch.Tensor, Rows[int], Rows[int], Rows[int]], list[TokenLogprob]]  # ``Sampler.score``
 
 
 @dataclass(slots=True)
@@ -30,10 +32,17 @@ class SearchState:
     rows: dict[str, Row] = field(default_factory=dict)  # by sequence
     num_forks: int = 0
 
-    def take_candidates(self) -> list[Candidate]:
+    def take_candidates(self, score: Score) -> list[Candidate]:
+        """``score`` tells of each what the request asked for, if it asked."""
         rows = [self.rows[sequence.request_id] for sequence in self.sequences]
         self.rows.clear()
-        return best_candidates(rows, self.beams.scores, self.beams.keep)
+        best = best_candidates(rows, self.beams.scores, self.beams.keep)
+        num_top = self.sequences[0].sampling.logprobs
+        if num_top is None:
+            return best
+        of_beam, token_ids = [each.beam for each in best], [each.token_id for each in best]
+        told = score(torch.stack(rows), of_beam, token_ids, [num_top] * len(best))
+        return [replace(each, told=logprob) for each, logprob in zip(best, told, strict=True)]
 
 
 class BeamSearches:
@@ -55,7 +64,8 @@ class BeamSearches:
     def start(self, sequence: Sequence, candidates: list[Candidate]) -> list[StepOutput]:
         """A search whose prompt was computed elsewhere, with the candidates that ``first_candidates`` returned
         there."""
-        return self.advance(self._search_of(sequence), candidates)
+        search = self._search_of(sequence)
+        return self.advance(search, candidates[: search.beams.keep])
 
     def park(self, computed: list[tuple[Sequence, Row]]) -> list[SearchState]:
         """These beams are computed: each keeps its row of logits, and waits for the other beams of its search, which
@@ -141,13 +151,18 @@ def beam_rows(beams: list[tuple[Sequence, int]], logits: torch.Tensor) -> list[t
 
 def first_candidates(sequence: Sequence, row: Row) -> SampledToken:
     """What the engine that continues the search gets instead of a token: its first candidates, as log-probabilities
-    of the best one."""
-    count = num_candidates(sequence.sampling.n, len(sequence.stop_ids))
+    of the best one; more, where as many log-probabilities are asked for."""
+    count = max(num_candidates(sequence.sampling.n, len(sequence.stop_ids)), sequence.sampling.logprobs or 0)
     best = best_candidates([row], [0.0], count)
     top = tuple((candidate.token_id, candidate.score) for candidate in best)
     return SampledToken(sequence.num_generated, best[0].token_id, TokenLogprob(best[0].score, top))
 
 
-def handed_candidates(token: SampledToken) -> list[Candidate]:
-    """What ``first_candidates`` put into a token in another engine; empty for ordinary tokens."""
-    return [Candidate(0, token_id, score) for token_id, score in (token.logprob.top if token.logprob else ())]
+def handed_candidates(token: SampledToken, num_top: int | None = None) -> list[Candidate]:
+    """What ``first_candidates`` put into a token in another engine; empty for ordinary tokens. Its candidates are the
+    most likely tokens there are, so ``num_top`` log-probabilities and the ranks are known from them."""
+    best = token.logprob.top if token.logprob else ()
+    return [
+        Candidate(0, token_id, score, None if num_top is None else TokenLogprob(score, best[:num_top], rank))
+        for rank, (token_id, score) in enumerate(best, 1)
+    ]

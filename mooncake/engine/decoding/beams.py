@@ -24,11 +24,12 @@ from mooncake.types import FinishReason, SampledToken, TokenLogprob
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A beam (its index among the running ones) and a token that may follow it; ``score`` is the sum over all its
-    tokens."""
+    tokens. ``told`` is what a request for log-probabilities is told of the token."""
 
     beam: int
     token_id: int
     score: float
+    told: TokenLogprob | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +37,20 @@ class Hypothesis:
     """A running or finished answer (if finished, ``score`` is divided by its length)."""
 
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
     score: float = 0.0
     finish_reason: FinishReason | None = None
 
     def extended_by(self, candidate: Candidate) -> Hypothesis:
         return Hypothesis(
             (*self.token_ids, candidate.token_id),
-            (*self.logprobs, candidate.score - self.score),
+            (*self.logprobs, candidate.told or TokenLogprob(candidate.score - self.score)),
             candidate.score,
         )
 
     def tokens(self, wants_logprobs: bool) -> list[SampledToken]:
         return [
-            SampledToken(index, token_id, TokenLogprob(logprob) if wants_logprobs else None)
+            SampledToken(index, token_id, logprob if wants_logprobs else None)
             for index, (token_id, logprob) in enumerate(zip(self.token_ids, self.logprobs, strict=True))
         ]
 
