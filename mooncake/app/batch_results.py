@@ -23,9 +23,10 @@ from mooncake.errors import ConfigError, shown
 @dataclass(frozen=True, slots=True)
 class BatchAnswer:
     custom_id: str
-    status: int  # 0: the server did not answer
+    status: int  # 0: no server answered
     request_id: str
     body: object
+    code: str = "unavailable"  # of the error, if none did
 
     @property
     def reason(self) -> str:
@@ -37,7 +38,7 @@ class BatchAnswer:
     def line(self) -> str:
         """As OpenAI's result files have it."""
         response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
-        error = None if self.status else {"code": "unavailable", "message": self.body}
+        error = None if self.status else {"code": self.code, "message": self.body}
         result = {
             "id": f"batch_req_{uuid.uuid4().hex}",
             "custom_id": self.custom_id,

@@ -1,6 +1,7 @@
 """``mooncake run-batch``: a file of requests in OpenAI's batch format, answered by a running server into another file.
 
-Any server of OpenAI's HTTP API does; the file is checked as a whole before anything is sent.
+Any server of OpenAI's HTTP API does. The file is read as a whole before anything is sent; a request in it that cannot
+be sent has its result, like one that the server refuses.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class BatchRequest:
     custom_id: str
     path: str
     body: bytes
+    fault: str = ""  # why it cannot be sent
 
 
 def run_batch(requests_file: Path, results_file: Path, url: str, concurrency: int) -> bool:
@@ -57,23 +59,23 @@ def run_batch(requests_file: Path, results_file: Path, url: str, concurrency: in
         if results.answered:
             has = f"{results_file} has {len(results.answered)} of {len(requests)} answers already"
             err.print(f"{has}; {f'sending the other {len(missing)}' if missing else 'remove it to ask again'}")
-        return _send(server, missing, results, concurrency)
+        return _answer_all(server, missing, results, concurrency)
 
 
-def _send(server: BatchServer, requests: Sequence[BatchRequest], results: BatchResults, concurrency: int) -> bool:
-    failed: list[BatchAnswer] = []
+def _answer_all(server: BatchServer, requests: Sequence[BatchRequest], results: BatchResults, concurrency: int) -> bool:
+    failed: dict[str, BatchAnswer] = {}
     begun_s = time.monotonic()
     with counted("answering", len(requests)) as advance:
         for answer in _answers(server, requests, concurrency):
             if answer.status != 200:
-                failed.append(answer)
+                failed[answer.custom_id] = answer
             results.add(answer)
             advance()
     took_s = time.monotonic() - begun_s
     if requests:
         err.print(f"{len(requests) - len(failed)} of {len(requests)} requests were answered in {took_s:.1f} s")
-    if failed:
-        err.print(f"not answered, for one: {failed[0].custom_id}: {failed[0].reason}", markup=False, soft_wrap=True)
+    if first := next((failed[each.custom_id] for each in requests if each.custom_id in failed), None):
+        err.print(f"not answered, for one: {first.custom_id}: {first.reason}", markup=False, soft_wrap=True)
     return not failed
 
 
@@ -90,7 +92,7 @@ def _answers(server: BatchServer, requests: Sequence[BatchRequest], concurrency:
             while True:
                 request, future = waiting.get_nowait()
                 try:
-                    future.set_result(server.send(request))
+                    future.set_result(_faulty(request) if request.fault else server.send(request))
                 except BaseException as error:
                     future.set_exception(error)
 
@@ -100,8 +102,12 @@ def _answers(server: BatchServer, requests: Sequence[BatchRequest], concurrency:
         yield future.result()
 
 
+def _faulty(request: BatchRequest) -> BatchAnswer:
+    return BatchAnswer(request.custom_id, 0, "", request.fault, "invalid_request")
+
+
 def read_requests(file: Path) -> list[BatchRequest]:
-    """Raises ConfigError, naming the line."""
+    """Raises ConfigError, naming the line, for what no result could be told of: no custom_id, or that of another."""
     try:
         lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of lines, as they are
     except (OSError, UnicodeDecodeError) as error:
@@ -127,13 +133,17 @@ def _request(line: str, where: str) -> BatchRequest:
     if not isinstance(given, dict) or not isinstance(given.get("custom_id"), str):
         raise ConfigError(f"{where}: a request has a custom_id")
     path, body = given.get("url"), given.get("body")
-    if given.get("method", "POST") != "POST" or path not in PATHS:
-        raise ConfigError(f"{where}: a request is a POST to one of {', '.join(PATHS)}")
+    if fault := _fault(given.get("method", "POST"), path, body):
+        return BatchRequest(given["custom_id"], "", b"", f"{where}: {fault}")
+    return BatchRequest(given["custom_id"], str(path), json.dumps(body).encode())
+
+
+def _fault(method: object, path: object, body: object) -> str:
+    if method != "POST" or path not in PATHS:
+        return f"a request is a POST to one of {', '.join(PATHS)}"
     if not isinstance(body, dict):
-        raise ConfigError(f"{where}: a request has a body, an object")
-    if body.get("stream"):
-        raise ConfigError(f"{where}: a result is one object, so it is not streamed")
-    return BatchRequest(given["custom_id"], path, json.dumps(body).encode())
+        return "a request has a body, an object"
+    return "a result is one object, so it is not streamed" if body.get("stream") else ""
 
 
 class BatchServer:

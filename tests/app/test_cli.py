@@ -590,19 +590,26 @@ def test_a_batch_is_answered_in_its_order_and_what_is_refused_says_why(cluster: 
     messages = [{"role": "user", "content": "Hi"}]
     lines.insert(5, batch_line("chat", "/v1/chat/completions", messages=messages, max_tokens=4))
     lines.append(batch_line("wrong", prompt="x", max_tokens=-1))
+    lines += [batch_line("elsewhere", "/v1/embeddings"), batch_line("streamed", stream=True), '{"custom_id": "empty"}']
+    lines.append('{"custom_id": "odd", "url": ["/v1/completions"], "body": {}}')
     asked.write_text("\n".join(lines) + "\n\n")
     address = cluster.http_url.removeprefix("http://")
     done = run("run-batch", "-i", str(asked), "-o", str(told), "--address", address, "--concurrency", "6")
-    assert done.returncode == 1 and done.stderr.startswith("21 of 22 requests were answered in ")
+    assert done.returncode == 1 and done.stderr.startswith("21 of 26 requests were answered in ")
     assert "\nnot answered, for one: wrong: max_tokens " in done.stderr
 
     results = [json.loads(line) for line in told.read_text().splitlines()]
     assert [result["custom_id"] for result in results] == [json.loads(line)["custom_id"] for line in lines]
-    *good, bad = results
+    *good, bad, elsewhere, streamed, empty, odd = results
     assert all(result["response"]["status_code"] == 200 and result["error"] is None for result in good)
     assert good[5]["response"]["body"]["object"] == "chat.completion" and good[5]["response"]["request_id"]
     assert good[0]["response"]["body"]["usage"]["completion_tokens"] == 4
     assert bad["response"]["status_code"] == 400 and bad["response"]["body"]["error"]["param"] == "max_tokens"
+    unsent = [(elsewhere, 23, "a request is a POST to one of"), (streamed, 24, "a result is one object, so it is not")]
+    unsent += [(empty, 25, "a request is a POST to one of"), (odd, 26, "a request is a POST to one of")]
+    for result, number, sentence in unsent:
+        assert result["response"] is None and result["error"]["code"] == "invalid_request"
+        assert result["error"]["message"].startswith(f"{asked}, line {number}: {sentence}")
 
 
 @contextlib.contextmanager
@@ -797,13 +804,12 @@ def test_a_batch_waits_for_a_server_that_is_full(tmp_path: Path) -> None:
     [
         (["{"], "in, line 1 is not JSON"),
         ([batch_line("a"), batch_line("a")], "in, line 2: the custom_id 'a' is there twice"),
-        ([batch_line("a", "/v1/embeddings")], "in, line 1: a request is a POST to one of /v1/chat/completions,"),
-        ([batch_line("a", stream=True)], "in, line 1: a result is one object, so it is not streamed"),
+        (['{"url": "/v1/completions", "body": {}}'], "in, line 1: a request has a custom_id"),
         ([""], "in has no requests"),
         ([batch_line("a")], "no server answers at http://127.0.0.1:9; start one with `mooncake serve`"),
     ],
 )
-def test_a_batch_is_checked_before_anything_is_sent(tmp_path: Path, lines: list[str], sentence: str) -> None:
+def test_a_batch_is_read_before_anything_is_sent(tmp_path: Path, lines: list[str], sentence: str) -> None:
     (tmp_path / "in").write_text("\n".join(lines))
     done = run("run-batch", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--url", "http://127.0.0.1:9")
     assert done.returncode in (1, 2) and sentence in " ".join(done.stderr.split())
