@@ -145,7 +145,7 @@ def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
         return GGUFCheckpoint(_demo_model())
     where = Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no such user
     if where.is_dir():
-        _refuse_folder_of_gguf(where)
+        _refuse_other_folders(where)
         return HFCheckpoint(where, max_model_len)
     if where.is_file():
         return GGUFCheckpoint(where, max_model_len)
@@ -155,9 +155,12 @@ def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
     raise ModelError(f"{path} is neither an HF folder nor a .gguf file")
 
 
-def _refuse_folder_of_gguf(folder: Path) -> None:
+def _refuse_other_folders(folder: Path) -> None:
+    """Raises ModelError for those of GGUF files and of adapters."""
     if (folder / "config.json").exists():
         return
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(f"{folder} is a LoRA adapter: give the model that it adapts, and --lora NAME={folder}")
     files = sorted((*folder.glob("*.gguf"), *folder.glob("*/*.gguf")))  # deeper, a wrong folder may be a whole disk
     if files:
         raise ModelError(f"{folder} holds GGUF files: give the one that is meant, such as {files[0]}")
@@ -221,6 +224,7 @@ class HFCheckpoint(Checkpoint):
         has_other_parts = is_multimodal(settings)
         if has_other_parts:
             settings = language_model(settings)
+        _family_of(settings)  # before its weights: what they lack does not matter then
         read_coded = quantisation_of(settings)
         self.shards = _open_shards(path)
         tensors = {
@@ -276,7 +280,7 @@ def _open_shards(folder: Path) -> tuple[SafetensorsFile, ...]:
     if single.exists():
         return (read_safetensors_header(single),)
     if not index.exists():
-        raise ModelError(f"there are no weights in {folder}: neither model.safetensors nor {index.name}")
+        raise ModelError(f"there are no weights in {folder}: {_why_none(folder, index.name)}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index} has no weight_map from tensors to files")
@@ -288,6 +292,14 @@ def _open_shards(folder: Path) -> tuple[SafetensorsFile, ...]:
     if missing := sorted(set(weight_map) - found):
         raise ModelError(f"{index} names the tensor {missing[0]}, which no shard has")
     return shards
+
+
+def _why_none(folder: Path, index: str) -> str:
+    pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    if pickled:
+        how = "`AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)` of transformers writes safetensors"
+        return f"{pickled[0]} is a pickle, which could run any code, and is not read; {how}"
+    return f"neither model.safetensors nor {index}"
 
 
 def _read_if_there(path: Path) -> Mapping[str, object]:
@@ -317,10 +329,7 @@ def _hf_config(
     spare: Collection[str] = (),
 ) -> ModelConfig:
     """``spare`` weights may be present although the model does not need them."""
-    family = settings.get("model_type")
-    if not isinstance(family, str) or family not in (*FAMILIES, *OTHER_FAMILIES):
-        what = f"the model_type {family!r} in {settings.source}"
-        raise unsupported(what, (*FAMILIES, *OTHER_FAMILIES), family)
+    family = _family_of(settings)
     bos_id = next(iter(_token_ids(settings.get("bos_token_id"))), None)
     named = {published_name(family, name): shape for name, shape in shapes.items()}
     if family in OTHER_FAMILIES:
@@ -333,6 +342,15 @@ def _hf_config(
     spare = {published_name(family, name) for name in spare}
     _check_shapes(config, named, str(Path(settings.source).parent), spare)
     return config
+
+
+def _family_of(settings: Settings) -> str:
+    """Raises ModelError for one that is not supported."""
+    family = settings.get("model_type")
+    if not isinstance(family, str) or family not in (*FAMILIES, *OTHER_FAMILIES):
+        what = f"the model_type {family!r} in {settings.source}"
+        raise unsupported(what, (*FAMILIES, *OTHER_FAMILIES), family)
+    return family
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

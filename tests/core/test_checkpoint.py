@@ -283,6 +283,18 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: [shard.unlink() for shard in f.glob("*.safetensors*")],
         "there are no weights in",
     ),
+    "pickled weights": (
+        lambda f: [shard.rename(f / "pytorch_model.bin") for shard in f.glob("*.safetensors*")],
+        "pytorch_model.bin is a pickle, which could run any code, and is not read; `AutoModelForCausalLM",
+    ),
+    "a family whose weights are missing, too": (
+        lambda f: [edit(f / "config.json", model_type="bert"), *(s.unlink() for s in f.glob("*.safetensors*"))],
+        "the model_type 'bert' in",
+    ),
+    "an adapter": (
+        lambda f: (f / "config.json").rename(f / "adapter_config.json"),
+        "is a LoRA adapter: give the model that it adapts, and --lora NAME=",
+    ),
     "shard missing": (lambda f: sorted(f.glob("*.safetensors"))[1].unlink(), "cannot read the model file"),
     "index without map": (lambda f: edit(f / "model.safetensors.index.json", weight_map=None), "has no weight_map"),
     "index leads away": (
