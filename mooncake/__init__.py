@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from mooncake import errors
     from mooncake.client import Client
     from mooncake.llm import LLM
-    from mooncake.llm_inputs import LoRARequest
+    from mooncake.llm_answers import CompletionOutput, RequestOutput
+    from mooncake.llm_inputs import LoRARequest, TextPrompt, TokensPrompt
     from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget
     from mooncake.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
     from mooncake.tls import Tls
@@ -28,22 +29,30 @@ __all__ = [
     "BeamSearch",
     "BeamSearchParams",
     "Client",
+    "CompletionOutput",
     "Guide",
     "GuideKind",
     "LoRARequest",
     "RepetitionDetection",
+    "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
     "ThinkingBudget",
     "Tls",
+    "TokensPrompt",
     "errors",
 ]
 
 _HOMES = {
     "LLM": "mooncake.llm",
     "Client": "mooncake.client",
+    "CompletionOutput": "mooncake.llm_answers",
+    "RequestOutput": "mooncake.llm_answers",
     "LoRARequest": "mooncake.llm_inputs",
+    "TextPrompt": "mooncake.llm_inputs",
+    "TokensPrompt": "mooncake.llm_inputs",
     "BeamSearchParams": "mooncake.sampling_params",
     "RequestOutputKind": "mooncake.sampling_params",
     "SamplingParams": "mooncake.sampling_params",

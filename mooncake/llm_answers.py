@@ -82,6 +82,10 @@ class Completion:
         return True
 
 
+CompletionOutput = Answer  # by their names in vLLM, for annotations
+RequestOutput = Completion
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
     """Guessed by speculation so far, in all answers, and those of them that were right."""

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NotRequired, TypedDict
 
 import numpy as np
 
@@ -25,6 +26,20 @@ Prompt = str | Sequence[int] | TokenIds | Mapping[str, object]
 ``{"prompt_token_ids": …}``."""
 
 Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[TokenIds] | Sequence[Mapping[str, object]]
+
+
+class TextPrompt(TypedDict):
+    """A prompt with its name, in vLLM's form."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Likewise; ``prompt``, its text, has no effect."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
 
 Adapters = str | Sequence[str | None] | None
 """The name of an adapter for all prompts, or one each; None: the model itself."""

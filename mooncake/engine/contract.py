@@ -9,14 +9,15 @@ import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from numbers import Real
+from typing import Protocol, cast, runtime_checkable
 
 import msgspec
 import torch
 
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
-from mooncake.errors import ConfigError, KVLoadFailed
+from mooncake.errors import ConfigError, KVLoadFailed, shown
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.device_sampler import Draws
 from mooncake.page_groups import UNIFORM, PageGroups
@@ -165,10 +166,12 @@ class EngineConfig:
             raise ConfigError("speculative_tokens is not for models with recurrent layers: no state takes a token back")
 
 
-def check_least(numbers: Mapping[str, tuple[float, float]]) -> None:
+def check_least(numbers: Mapping[str, tuple[object, float]]) -> None:
     """Takes each value and its minimum, by name. Raises ConfigError."""
     for name, (value, least) in numbers.items():
-        if not least <= value < math.inf:
+        if not isinstance(value, Real):
+            raise ConfigError(f"{name} must be a number, got {shown(value)}")
+        if not least <= cast(float, value) < math.inf:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
 
 

@@ -177,6 +177,12 @@ def test_a_number_that_no_engine_can_have_is_told_by_its_name(argument: str, val
         LLM("smollm2", **{argument: value})
 
 
+@pytest.mark.parametrize("argument", ["kv_gb", "threads", "tensor_parallel_size", "max_sequences"])
+def test_a_setting_that_is_no_number_is_told_by_its_name(argument: str) -> None:
+    with pytest.raises(ConfigError, match=f"{argument} must be a number, got '1'"):
+        LLM("smollm2", **{argument: "1"})
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

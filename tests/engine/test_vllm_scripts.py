@@ -43,6 +43,17 @@ def test_basic(llm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == 3
 
 
+def test_prompts_and_results_have_their_names(llm: LLM) -> None:
+    from mooncake import CompletionOutput, RequestOutput, TextPrompt, TokensPrompt
+
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    prompts = [TextPrompt(prompt=PROMPTS[0]), TokensPrompt(prompt_token_ids=ids, prompt="another")]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    assert all(isinstance(output, RequestOutput) for output in outputs)
+    assert all(isinstance(output.outputs[0], CompletionOutput) for output in outputs)
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+
+
 def test_progress_is_told_beside_what_a_script_prints(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(PROMPTS, SamplingParams(max_tokens=1), use_tqdm=True)
     said = capsys.readouterr()
