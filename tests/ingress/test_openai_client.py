@@ -320,7 +320,8 @@ async def test_token_ids_come_back_when_asked_for(client):
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
         ({"structured_outputs": {"regx": "[0-9]"}}, "structured_outputs"),
-        ({"structured_outputs": {"regex": "[0-9]", "whitespace_pattern": " "}}, "structured_outputs"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": " "}}, "structured_outputs.whitespace_pattern"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
         ({"guided_grammar": "root ::= ::"}, "guided_grammar"),
         ({"use_beam_search": True, "presence_penalty": 1.0}, "n"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
@@ -572,6 +573,14 @@ async def test_a_drain_does_not_wait_longer_than_it_was_told(open_front):
         assert (await waiting).status_code == 503
 
 
+UNSET = {  # of vLLM's StructuredOutputsParams, as a client sends them with the field that it means
+    "regex": None,
+    "json_object": None,
+    "disable_any_whitespace": False,
+    "disable_additional_properties": False,
+    "whitespace_pattern": None,
+    "structural_tag": None,
+}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 
 
@@ -590,7 +599,7 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ({"extra_body": {"guided_choice": ["yes", "no"]}}, "choice", ["yes", "no"]),
         ({"extra_body": {"guided_grammar": 'root ::= "a"'}}, "grammar", 'root ::= "a"'),
         ({"extra_body": {"structured_outputs": {"choice": ["yes"], "disable_fallback": True}}}, "choice", ["yes"]),
-        ({"extra_body": {"structured_outputs": {"json": SCHEMA}}}, "json_schema", SCHEMA),
+        ({"extra_body": {"structured_outputs": {"json": SCHEMA} | UNSET}}, "json_schema", SCHEMA),
     ],
 )
 async def test_guides_have_the_names_that_openai_and_vllm_give_them(front, client, wish, kind, text):

@@ -40,11 +40,31 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     grammar: str | None = None
     disable_fallback: bool | None = None  # this and the next have no effect: both are always the case
     disable_any_whitespace: bool | None = None
+    # vLLM's alone: refused if they ask for something, and clients that send the whole form send them unset
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: dict[str, object] | str | None = None
+
+    def check(self) -> None:
+        """Raises InvalidRequest for nothing to follow, and for what is not here."""
+        for name, sentence in _COUNTERPARTS.items():
+            if getattr(self, name):
+                raise InvalidRequest(f"structured_outputs take no {name}: {sentence}", f"structured_outputs.{name}")
+        if self.is_empty:
+            known = "json, json_object, regex, choice, grammar"
+            raise InvalidRequest(f"structured_outputs need one of {known}", "structured_outputs")
 
     @property
     def is_empty(self) -> bool:
         given = (self.json, self.json_object or None, self.regex, self.choice, self.grammar)
         return all(guide is None for guide in given)
+
+
+_COUNTERPARTS = {
+    "disable_additional_properties": 'a schema says so with "additionalProperties": false',
+    "whitespace_pattern": "a grammar in Lark's form, or a regex, says where an answer may have whitespace",
+    "structural_tag": "a grammar in Lark's form can say the same",
+}
 
 
 class RepetitionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -184,9 +204,8 @@ def _beams_of(fields: GenerationFields) -> BeamSearch | None:
 def _guide_of(fields: GenerationFields) -> Guide | None:
     """Raises InvalidRequest for more than one guide, or an unknown one."""
     wanted = fields.structured_outputs or StructuredOutputs()
-    if fields.structured_outputs is not None and wanted.is_empty:
-        known = "json, json_object, regex, choice, grammar"
-        raise InvalidRequest(f"structured_outputs need one of {known}", "structured_outputs")
+    if fields.structured_outputs is not None:
+        wanted.check()
     guided = guides_of(
         json=fields.guided_json, regex=fields.guided_regex, choice=fields.guided_choice, grammar=fields.guided_grammar
     )
