@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
 
-from google.protobuf import json_format
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -46,6 +45,7 @@ from mooncake.errors import MooncakeError
 from mooncake.json_file import json_object
 from mooncake.rpc import inference_pb2_grpc
 from mooncake.rpc.cluster_pb2 import StatusResponse
+from mooncake.rpc.json_form import json_form
 from mooncake.rpc.server import RpcServer
 from mooncake.sampling_defaults import overridden
 from mooncake.text.tokenizer import Tokenizer
@@ -173,10 +173,7 @@ class Ingress:
 
 
 def _status_answer(status: Callable[[], StatusResponse]) -> Response:
-    body = json_format.MessageToDict(
-        status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return json_response(body, headers={"cache-control": "no-store"})
+    return json_response(json_form(status()), headers={"cache-control": "no-store"})
 
 
 def served_model(config: Config, checkpoint: Checkpoint, loaded: Mapping[str, Adapter]) -> ServedModel:

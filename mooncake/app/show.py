@@ -6,7 +6,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from google.protobuf.json_format import MessageToDict
 from rich.markup import escape
 from rich.table import Table
 
@@ -16,6 +15,7 @@ from mooncake.app.origins import settings
 from mooncake.app.reach import reach
 from mooncake.config import toml_value
 from mooncake.rpc import cluster_pb2 as pb
+from mooncake.rpc.json_form import json_form
 
 STATE_STYLES = {"live": "green", "suspect": "yellow", "draining": "cyan"}
 
@@ -24,7 +24,7 @@ def show_status(address: str, as_json: bool) -> None:
     with reach(address) as client:
         status = client.status()
     if as_json:
-        print_json(MessageToDict(status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
+        print_json(json_form(status))
         return
     ready = "[green]ready[/]" if status.ready else f"[yellow]waiting for {escape(', '.join(status.waiting_for))}[/]"
     out.print(f"[bold]{escape(status.model or 'no model yet')}[/]  {ready}")

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -335,6 +336,8 @@ def test_status_shows_every_node(cluster: LocalCluster) -> None:
     status = json.loads(run("status", "--address", cluster.grpc_address, "--json").stdout)
     assert status["ready"] is True
     assert {node["info"]["node_id"] for node in status["nodes"]} == {"store-0", "prefill-0", "decode-0"}
+    with urllib.request.urlopen(f"{cluster.http_url}/status.json") as answer:
+        assert json.load(answer)["requests_total"] >= status["requests_total"] >= 0, "numbers, not their texts"
     table = run("status", "--address", cluster.grpc_address).stdout
     assert all(word in table for word in ("ready", "prefill-0", "decode-0", "store-0", "live"))
     assert re.search(r"^prefill-0 +prefill +live", table, re.MULTILINE), "a node may change its role, not its name"

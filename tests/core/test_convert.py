@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mooncake.errors import InvalidRequest
+from mooncake.rpc import cluster_pb2, prefill_pb2
 from mooncake.rpc import common_pb2 as pb
-from mooncake.rpc import prefill_pb2
 from mooncake.rpc.convert import (
     check_scores,
     event_from_wire,
@@ -26,6 +26,7 @@ from mooncake.rpc.convert import (
     tokens_from_wire,
     tokens_to_wire,
 )
+from mooncake.rpc.json_form import json_form
 from mooncake.sampling import Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
 from mooncake.types import BlockEvent, BlockKey, PrefillReport, SampledToken, SegmentAddress, Timings, TokenLogprob
 
@@ -178,3 +179,17 @@ doubles = st.floats(allow_nan=False)
 )
 def test_reports_arrive(report: PrefillReport) -> None:
     assert report_from_wire(pb.PrefillReport.FromString(report_to_wire(report).SerializeToString())) == report
+
+
+def test_in_json_counts_are_numbers_and_what_only_names_something_is_text() -> None:
+    node = cluster_pb2.NodeStatus(indexed_blocks=8)
+    node.info.incarnation = 5
+    node.info.settings["block.tokens"] = "64"
+    node.load.counters["leases"] = 3
+    node.transports.add(peer="b", bytes=1 << 40, gb_per_s=1.5)
+    said = json_form(cluster_pb2.StatusResponse(nodes=[node], requests_total=7, waiting_for=["1"]))
+    [of_node] = said["nodes"]  # type: ignore[misc]
+    assert (said["requests_total"], said["requests_failed"], said["waiting_for"]) == (7, 0, ["1"])
+    assert (of_node["info"]["incarnation"], of_node["info"]["settings"]) == ("5", {"block.tokens": "64"})
+    assert (of_node["indexed_blocks"], of_node["load"]["counters"]) == (8, {"leases": 3})
+    assert [(link["peer"], link["bytes"], link["gb_per_s"]) for link in of_node["transports"]] == [("b", 1 << 40, 1.5)]
