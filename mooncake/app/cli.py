@@ -22,6 +22,7 @@ from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of, 
 from mooncake.app.cli_serve import serve
 from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli_traces import app as traces_app
+from mooncake.app.commands import Commands
 from mooncake.app.extras import MissingDependency
 from mooncake.app.foreign_flags import refuse_foreign_flags
 from mooncake.app.outputs import writable, writable_folder
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 # Errors of output: the disk is full, the file size limit is reached, the terminal or the reader of a pipe is gone.
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE}
 
-app = typer.Typer(
+app = Commands(
     name="mooncake",
     help="Serve large language models with prefill and decode on different nodes around one shared KV-cache pool.",
     no_args_is_help=True,
@@ -42,11 +43,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-config_app = typer.Typer(help="The configuration and where it comes from.", no_args_is_help=True)
+config_app = Commands(help="The configuration and where it comes from.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
 app.add_typer(traces_app)
 app.add_typer(adapters_app, name="adapters")
-variants_app = typer.Typer(help="Models that read each other's KV.", no_args_is_help=True)
+variants_app = Commands(help="Models that read each other's KV.", no_args_is_help=True)
 app.add_typer(variants_app, name="variants")
 
 MaxTokens = Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")]

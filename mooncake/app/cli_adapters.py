@@ -9,8 +9,9 @@ import typer
 
 from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of
 from mooncake.app.cli_traces import AsJson
+from mooncake.app.commands import Commands
 
-app = typer.Typer(help="LoRA adapters that a cluster loads while it serves.", no_args_is_help=True)
+app = Commands(help="LoRA adapters that a cluster loads while it serves.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="As requests name it.", show_default=False)]
 

@@ -10,11 +10,12 @@ from typing import Annotated
 
 import typer
 
+from mooncake.app.commands import Commands
 from mooncake.app.outputs import writable, writable_folder
 from mooncake.errors import ConfigError
 
-app = typer.Typer()
-trace_app = typer.Typer(help="Recorded request traces.", no_args_is_help=True)
+app = Commands()
+trace_app = Commands(help="Recorded request traces.", no_args_is_help=True)
 app.add_typer(trace_app, name="trace")
 
 TraceFile = Annotated[

@@ -207,6 +207,10 @@ def test_help_loads_nothing_that_takes_long() -> None:
 def test_help_says_what_there_is_in_whole_sentences_and_benchmarks_list_their_own_flags() -> None:
     commands = run("--help").stdout.partition("Commands:")[2]
     assert "simulate" in commands and "..." not in commands
+    for name in ("serve", "cache-lab", "replay"):
+        text = run(name, "--help").stdout
+        assert "<" not in text.replace("<=", ""), "no types of Python's"
+    assert "\n  TRACE  Mooncake JSONL" in text and "  --limit N " in text and "  --speed NUMBER " in text
     assert run("-h").stdout == run("--help").stdout
     assert all(name in run("bench", "-h").stdout for name in ("serve", "transfer"))
     assert "--nodes NODES" in run("bench", "conductor", "--help").stdout
