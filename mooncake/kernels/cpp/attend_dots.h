@@ -9,18 +9,22 @@
 
 namespace mooncake {
 
+// What one pass mixes and scores: as many sums as registers hold beside what is multiplied, and as many as are needed for
+// none to be waited for.
 #if defined(__AVX512F__)
-constexpr int DOT_ROWS = 6;  // query rows that one pass mixes
+constexpr int DOT_ROWS = 6;    // query rows that it mixes
+constexpr int SCORE_ROWS = 6;  // query rows that it scores
+constexpr int SCORE_VECS = 2;  // vectors of keys
 #else
-constexpr int DOT_ROWS = 2;
+constexpr int DOT_ROWS = 3;
+constexpr int SCORE_ROWS = 3;
+constexpr int SCORE_VECS = 4;
 #endif
-constexpr int SCORE_ROWS = 6;  // query rows that one pass scores
-constexpr int SCORE_VECS = 2;
 constexpr int SCORE_KEYS = SCORE_VECS * W;  // keys in one pass
 constexpr int MIX_TILE = 64;                // tokens of V that one pass mixes
 constexpr int ROWS_BESIDE_TILES = 6;        // with more query rows the matrix unit also mixes; measured
 constexpr int WIDENED_ROWS = 16;            // with more query rows V is widened once for all of them
-constexpr int AHEAD_ROWS = ROWS_NEAR == SECOND_CACHE ? 64 : 32;  // rows of K or V to prefetch ahead
+constexpr int AHEAD_ROWS = ROWS_NEAR == SECOND_CACHE && W == 16 ? 64 : 32;  // rows of K or V to prefetch ahead
 
 // SCORE_KEYS keys as float32 [D][key], without their scales, or as pairs [D / 2][key]. Pairs of bfloat16 are transposed
 // as one lane and split afterwards. `keys` has AHEAD_ROWS more entries: as many rows are prefetched as are transposed.
@@ -63,21 +67,30 @@ template <int ROWS, bool PAIRS>
 void score_rows(const float* query, const float* keys, int count, float* scores, int64_t width) {
     vf acc[ROWS][SCORE_VECS] = {};
     for (int d = 0; d < count; d++, query++, keys += SCORE_KEYS)
-        for (int r = 0; r < ROWS; r++)
-            for (int v = 0; v < SCORE_VECS; v++)
-                if constexpr (PAIRS)
-                    acc[r][v] = add_products(acc[r][v], load_as<uint32_t>(query + r * count), load_as<vi>(keys + v * W));
-                else
-                    acc[r][v] += load(keys + v * W) * query[r * count];
+        if constexpr (PAIRS || FOLDS_BROADCASTS) {
+            for (int r = 0; r < ROWS; r++)
+                for (int v = 0; v < SCORE_VECS; v++)
+                    if constexpr (PAIRS)
+                        acc[r][v] = add_products(acc[r][v], load_as<uint32_t>(query + r * count), load_as<vi>(keys + v * W));
+                    else
+                        acc[r][v] += load(keys + v * W) * query[r * count];
+        } else {
+            vf numbers[ROWS];
+            for (int r = 0; r < ROWS; r++) numbers[r] = in_register(splat(query[r * count]));
+            for (int v = 0; v < SCORE_VECS; v++) {
+                const vf some = in_register(load(keys + v * W));
+                for (int r = 0; r < ROWS; r++) acc[r][v] += some * numbers[r];
+            }
+        }
     for (int r = 0; r < ROWS; r++)
         for (int v = 0; v < SCORE_VECS; v++) store(scores + r * width + v * W, acc[r][v]);
 }
 
-template <bool PAIRS>
-constexpr void (*SCORE[])(const float*, const float*, int, float*, int64_t) = {
-    score_rows<1, PAIRS>, score_rows<2, PAIRS>, score_rows<3, PAIRS>,
-    score_rows<4, PAIRS>, score_rows<5, PAIRS>, score_rows<6, PAIRS>};
-static_assert(sizeof SCORE<false> == SCORE_ROWS * sizeof *SCORE<false>);
+template <bool PAIRS, size_t... I> constexpr auto scores_of(std::index_sequence<I...>) {
+    return std::array<void (*)(const float*, const float*, int, float*, int64_t), sizeof...(I)>{score_rows<int(I) + 1, PAIRS>...};
+}
+
+template <bool PAIRS> constexpr auto SCORE = scores_of<PAIRS>(std::make_index_sequence<SCORE_ROWS>());
 
 // VECS vectors of a row. bfloat16 comes in pairs, so every two vectors hold the even dimensions and then the odd ones.
 template <int VECS, class T> inline void load_values(const T* from, vf (&loaded)[VECS]) {
@@ -96,20 +109,30 @@ template <int VECS, class T> inline void load_values(const T* from, vf (&loaded)
 // `load_values` until `part_pairs`. `values` has AHEAD_ROWS more entries than `count`, to be prefetched.
 template <int ROWS, int VECS, class T>
 inline void mix_rows(const float* scores, int64_t score_stride, const T* const* values, int count, int d, float* mixed, int D) {
+    constexpr int SOME = FOLDS_BROADCASTS ? VECS : std::min(VECS, 2);
     vf acc[ROWS][VECS];
+#pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) acc[r][v] = load(mixed + r * D + d + v * W);
     for (int t = 0; t < count; t++) {
         const T* value = values[t] + d;
-        vf loaded[VECS];
         bring_near(values + t + AHEAD_ROWS, 1, d, VECS * W);
-        load_values(value, loaded);
-        for (int r = 0; r < ROWS; r++) {
-            const float p = scores[r * score_stride + t];
-            for (int v = 0; v < VECS; v++) acc[r][v] += loaded[v] * p;
+#pragma GCC unroll 4
+        for (int first = 0; first < VECS; first += SOME) {
+            vf loaded[SOME];
+            load_values(value + first * W, loaded);
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) {
+                const vf p = broadcast(scores + r * score_stride + t);
+#pragma GCC unroll 4
+                for (int v = 0; v < SOME; v++) acc[r][first + v] += loaded[v] * p;
+            }
         }
     }
+#pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) store(mixed + r * D + d + v * W, acc[r][v]);
 }
 
@@ -306,14 +329,16 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
     tiles_of_queries(query_row, tiled_rows, D, call.scale_log2, query_tiles);
     const bool in_pairs = works_in_pairs<T>(D);
     const int count = in_pairs ? D / 2 : D;
-    for (int row = 0; row < rows && !is_tiled; row++)
+    for (int row = 0; row < rows && !is_tiled; row++) {
+        const float* from = query_row(row);
         for (int d = 0; d < D; d += W) {
-            const vf piece = load(query_row(row) + d) * call.scale_log2;
+            const vf piece = load(from + d) * call.scale_log2;
             if (in_pairs)
                 store((bf16*)(query + row * count) + d, piece);
             else
                 store(query + row * count + d, piece);
         }
+    }
     std::optional<Tiles> tiles;
     if (is_tiled) tiles.emplace(TILE_STRIP);
 
@@ -371,7 +396,8 @@ void attend_dots(const AttentionCall& call, const AttentionPlan& plan, const Cac
         std::fill(top, top + SCORE_VECS, splat(NEVER));
         for (int t = 0; t < width; t += SCORE_KEYS)
             for (int v = 0; v < SCORE_VECS; v++) top[v] = larger(top[v], load(line + t + v * W));
-        most[row] = largest(larger(top[0], top[1]));
+        for (int v = 1; v < SCORE_VECS; v++) top[0] = larger(top[0], top[v]);
+        most[row] = largest(top[0]);
     }
     for (int row = 0; row < rows; row++) {  // separate from the first loop, so that no row waits for its largest score
         float* line = scores + row * width;

@@ -23,10 +23,19 @@ template <int KEYS, int VECS>
 [[gnu::noinline]] void score_keys(const float* query, const float* const* keys, int D, float* scores) {
     vf acc[KEYS][VECS] = {};
     for (int d = 0; d < D; d++) {
-        vf q[VECS];
-        for (int v = 0; v < VECS; v++) q[v] = in_register(load(query + (d * VECS + v) * W));
-        for (int t = 0; t < KEYS; t++)
-            for (int v = 0; v < VECS; v++) acc[t][v] += q[v] * keys[t][d];
+        if constexpr (KEYS < VECS && !FOLDS_BROADCASTS) {
+            vf key[KEYS];
+            for (int t = 0; t < KEYS; t++) key[t] = in_register(splat(keys[t][d]));
+            for (int v = 0; v < VECS; v++) {
+                const vf q = in_register(load(query + (d * VECS + v) * W));
+                for (int t = 0; t < KEYS; t++) acc[t][v] += q * key[t];
+            }
+        } else {
+            vf q[VECS];
+            for (int v = 0; v < VECS; v++) q[v] = in_register(load(query + (d * VECS + v) * W));
+            for (int t = 0; t < KEYS; t++)
+                for (int v = 0; v < VECS; v++) acc[t][v] += q[v] * keys[t][d];
+        }
     }
     for (int t = 0; t < KEYS; t++)
         for (int v = 0; v < VECS; v++) store(scores + (t * VECS + v) * W, acc[t][v]);
@@ -40,10 +49,19 @@ template <int DIMS, int VECS>
         for (int v = 0; v < VECS; v++) acc[i][v] = load(mixed + ((d + i) * VECS + v) * W);
     for (int t = 0; t < count; t++) {
         const float* value = values[t] + d;
-        vf p[VECS];
-        for (int v = 0; v < VECS; v++) p[v] = in_register(load(scores + (t * VECS + v) * W));
-        for (int i = 0; i < DIMS; i++)
-            for (int v = 0; v < VECS; v++) acc[i][v] += p[v] * value[i];
+        if constexpr (DIMS < VECS && !FOLDS_BROADCASTS) {
+            vf each[DIMS];
+            for (int i = 0; i < DIMS; i++) each[i] = in_register(splat(value[i]));
+            for (int v = 0; v < VECS; v++) {
+                const vf p = in_register(load(scores + (t * VECS + v) * W));
+                for (int i = 0; i < DIMS; i++) acc[i][v] += p * each[i];
+            }
+        } else {
+            vf p[VECS];
+            for (int v = 0; v < VECS; v++) p[v] = in_register(load(scores + (t * VECS + v) * W));
+            for (int i = 0; i < DIMS; i++)
+                for (int v = 0; v < VECS; v++) acc[i][v] += p[v] * value[i];
+        }
     }
     for (int i = 0; i < DIMS; i++)
         for (int v = 0; v < VECS; v++) store(mixed + ((d + i) * VECS + v) * W, acc[i][v]);

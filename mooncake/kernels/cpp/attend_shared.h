@@ -11,7 +11,7 @@ namespace mooncake {
 #if defined(__AVX512F__)
 constexpr int SHARED_KEYS = 8;  // keys, or elements of V, in one pass
 #else
-constexpr int SHARED_KEYS = 4;
+constexpr int SHARED_KEYS = 2;
 #endif
 constexpr int SHARED_VECS = SHARED_ROWS / W;
 constexpr int TILE = 32;         // tokens of K and V that stay in L1 between uses

@@ -39,7 +39,7 @@ template <int ROWS> struct Sums {
 
 inline void prefetch_panel(const char* at) {
 #pragma GCC unroll 2
-    for (int v = 0; v < PANEL_VECS; v++) __builtin_prefetch(at + AHEAD + v * W * 4, 0, NEAR);
+    for (int byte = 0; byte < PANEL * 4; byte += 64) __builtin_prefetch(at + AHEAD + byte, 0, NEAR);
 }
 
 // What a loop prefetches for every STEPS of its steps. A panel that is read only once: its own next lines.
@@ -100,6 +100,8 @@ void multiply(const void* strip, const char* panel, int deep, void* sums, bool f
             for (int g = 0; g < GROUP<KIND>; g++, x += ROWS) {
                 vf weights[PANEL_VECS];
                 widen<KIND>(panel, g, weights);
+#pragma GCC unroll 2
+                for (int v = 0; !FOLDS_BROADCASTS && ROWS <= 4 && v < PANEL_VECS; v++) weights[v] = in_register(weights[v]);
                 acc.add(weights, x);
             }
     }
@@ -160,6 +162,43 @@ template <class Lines, int FIRST, size_t... I> constexpr auto strip_loops(std::i
 constexpr int LOW = STRIP / 2;  // rows of the lowest strip where there are several: they are of nearly equal height
 constexpr auto MULTIPLY_ONE = strip_loops<OwnLines, 1>(std::make_index_sequence<STRIP>());
 constexpr auto MULTIPLY_SOME = strip_loops<OtherLines, LOW>(std::make_index_sequence<STRIP - LOW + 1>());
+
+// sums[p][row][PANEL] of PANELS panels, each `apart` bytes behind the one before, for a strip of few rows.
+template <WeightKind KIND, int ROWS, int PANELS>
+void multiply_beside(const char* strip, const char* panel, int64_t apart, int64_t deep, float* sums) {
+    constexpr bool IN_UNITS = KIND == BF16S ? MULTIPLIES_BF16 : KIND >= BOTH_CODES;
+    using Sum = std::conditional_t<KIND >= BOTH_CODES, vi, vf>;
+    Sum acc[PANELS][ROWS][PANEL_VECS] = {};
+    for (int64_t k = 0; k < deep; k += GROUP<KIND>, panel += PANEL * 4) {
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) prefetch_panel(panel + p * apart);
+#pragma GCC unroll 4
+        for (int g = 0; g < (IN_UNITS ? 1 : GROUP<KIND>); g++, strip += ROWS * 4)
+#pragma GCC unroll 4
+            for (int p = 0; p < PANELS; p++) {
+                const char* group = panel + p * apart;
+                vf weights[PANEL_VECS];
+                if (!IN_UNITS) widen<KIND>(group, g, weights);
+#pragma GCC unroll 2
+                for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+                    for (int v = 0; v < PANEL_VECS; v++)
+                        if constexpr (IN_UNITS)
+                            acc[p][r][v] = add_products(acc[p][r][v], load_as<uint32_t>(strip + r * 4), load_as<vi>(group + v * W * 4));
+                        else
+                            acc[p][r][v] += weights[v] * ((const float*)strip)[r];
+            }
+    }
+    std::memcpy(sums, acc, sizeof acc);
+}
+
+using MultiplyBeside = void (*)(const char*, const char*, int64_t, int64_t, float*);
+
+// The same for 1 and 2 rows, and for 2 panels and more.
+template <WeightKind KIND>
+constexpr MultiplyBeside ONE_ROW_BESIDE[] = {multiply_beside<KIND, 1, 2>, multiply_beside<KIND, 1, 3>, multiply_beside<KIND, 1, 4>};
+template <WeightKind KIND> constexpr MultiplyBeside TWO_ROWS_BESIDE[] = {multiply_beside<KIND, 2, 2>};
+static_assert(PANEL_RUN == 4 && BESIDE_ROWS == 2, "there is a loop for each run that Cuts makes");
 
 // ---- a product --------------------------------------------------------------------------------------------------------
 
@@ -287,6 +326,10 @@ template <WeightKind KIND> void sum_strip(const PackedLinear& layer, const char*
     MULTIPLY_ONE[height - 1][KIND](strip, panel, int(layer.padded()), sums, true, {});
 }
 
+// Whether narrow weights are widened once, in memory, for `strips` strips. Where a core has vectors of 8 floats, bfloat16
+// is widened beside the products by units that they do not use, and int8 takes those only in part (seen on Zen 3).
+template <WeightKind KIND> constexpr bool pays_to_widen(int64_t strips) { return W == 16 || (KIND != BF16S && strips > 2); }
+
 // The same for several strips, part by part of the panel.
 template <WeightKind KIND>
 void sum_strips(const PackedLinear& layer, int64_t index, const Activations& x, int64_t from_strip, int64_t to_strip, float* sums,
@@ -294,7 +337,7 @@ void sum_strips(const PackedLinear& layer, int64_t index, const Activations& x, 
     constexpr int SIZE = sizeof(Held<KIND>);
     const char* panel = layer.panel(index);
     const int64_t inputs = layer.padded(), count = to_strip - from_strip, size = x.unit ? SIZE : 4;
-    const bool is_coded = layer.code_bits, is_widened = SIZE < 4 && !x.unit;
+    const bool is_coded = layer.code_bits, is_widened = SIZE < 4 && !x.unit && (is_coded || pays_to_widen<KIND>(count));
     for (int64_t k = 0; k < inputs; k += DEEP) {
         const int deep = int(std::min<int64_t>(DEEP, inputs - k)), bytes = deep * PANEL * SIZE;
         const char *part = panel + k * PANEL * SIZE, *next = part + bytes;
@@ -431,11 +474,23 @@ void product_of_two(const PackedLinear& layer, const Activations& x, const Targe
     }
 }
 
+// `count` adjacent panels for a row, or two.
+template <WeightKind KIND>
+void product_beside(const PackedLinear& layer, const Activations& x, const Target& target, int64_t index, int64_t count) {
+    alignas(64) float sums[PANEL_RUN * PANEL];
+    const int rows = int(x.strips.rows);
+    const auto multiply_all = rows == 1 ? ONE_ROW_BESIDE<KIND>[count - 2] : TWO_ROWS_BESIDE<KIND>[count - 2];
+    multiply_all(x.strip(0), layer.panel(index), layer.panel_bytes(), layer.padded(), sums);
+    for (int64_t i = 0; i < count; i++) deliver<KIND>(layer, x, target, index + i, sums + i * rows * PANEL, 0, rows);
+}
+
 template <WeightKind KIND>
 void item_of(const PackedLinear& layer, const Activations& x, const Target& target, const Cuts& how, int64_t item) {
     const auto of_panel = how.is_tiled ? product_in_tiles<KIND> : product_in_vectors<KIND>;
     const int64_t first = (how.is_tiled ? item % how.runs : item / how.cuts) * how.run;
     const int64_t cut = how.is_tiled ? item / how.runs : item % how.cuts, end = std::min(first + how.run, how.panels);
+    if constexpr (W < 16 && KIND < WIDE_CODES)
+        if (how.are_beside && end - first > 1) return product_beside<KIND>(layer, x, target, first, end - first);
     for (int64_t index = first; index < end; index++) {
         if (how.is_small && index + 1 < end)
             product_of_two<KIND>(layer, x, target, index++);

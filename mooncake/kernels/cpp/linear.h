@@ -14,6 +14,7 @@ constexpr int START = 3072;                   // bytes to prefetch before a prod
 constexpr int PANEL_RUN = 4;                  // panels taken at once, so that each thread reads long runs
 constexpr int64_t NEAR_STRIPS = 8;            // strips of tiles that use a panel together; if they are short,
 constexpr int64_t NEAR_BYTES = 800 << 10;     // as many as this, which the L2 cache keeps
+constexpr int BESIDE_ROWS = 2;                // of so few, the sums of one panel wait for each other
 constexpr int PRODUCTS_ALONE = 1 << 15;       // weights times rows below which threads do not pay off
 
 // What is done with the results.
@@ -42,7 +43,7 @@ inline void prefetch_start(const PackedLinear& layer, int threads) {
 // Splits a product into items, which any thread may take: runs of panels, each for part of the rows.
 struct Cuts {
     int64_t panels, strips, cuts, run, runs;
-    bool is_tiled, is_small;
+    bool is_tiled, is_small, are_beside;
 
     Cuts(const PackedLinear& layer, const Activations& x, int team) : panels(layer.num_panels()), strips(x.strips.count) {
         is_tiled = x.unit == ROW_UNIT;
@@ -53,10 +54,25 @@ struct Cuts {
         // turn
         const int64_t near = std::max(NEAR_STRIPS, NEAR_BYTES / (TILE_STRIP * x.row_bytes));
         if (is_tiled) cuts = std::max(cuts, (strips + near - 1) / near);
+        // with vectors of 8 floats a panel has half as many sums, and one stream per thread gets less of the memory's speed
+        // than several (both seen on Zen 3); two rows of codes have enough sums
+        are_beside = W < 16 && !layer.code_bits && x.strips.rows <= (x.unit ? 1 : BESIDE_ROWS);
         run = panels >= 8 * PANEL_RUN * team ? PANEL_RUN : is_small ? 2 : 1;
+        if (are_beside) run = evenly(panels, team, PANEL_RUN / x.strips.rows);
         runs = (panels + run - 1) / run;
     }
     int64_t items() const { return runs * cuts; }
+
+private:
+    // The longest runs with which the last of `team` threads ends soonest.
+    static int64_t evenly(int64_t panels, int team, int64_t most) {
+        int64_t best = 1, least = INT64_MAX;
+        for (int64_t run = most; run > 0; run--) {
+            const int64_t runs = (panels + run - 1) / run, longest = (runs + team - 1) / team * run;
+            if (longest < least) best = run, least = longest;
+        }
+        return best;
+    }
 };
 
 // Computes an item of a product; see linear.cpp.

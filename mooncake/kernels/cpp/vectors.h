@@ -39,6 +39,14 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
+// Whether a product takes a number from memory for all its lanes. Where it does not, GCC 12 reads the other side from
+// memory instead, again for each product, unless it is told what to keep in registers.
+#if defined(__AVX512F__)
+constexpr bool FOLDS_BROADCASTS = true;
+#else
+constexpr bool FOLDS_BROADCASTS = false;
+#endif
+
 using vf = float __attribute__((vector_size(W * 4)));
 using vi = int32_t __attribute__((vector_size(W * 4)));
 using vu = uint32_t __attribute__((vector_size(W * 4)));
@@ -220,6 +228,18 @@ inline bf16 to_bf16(float x) {
 }
 
 inline vf splat(float x) { return x - vf{}; }
+
+// A number from memory in all lanes. Where products do not take it from there, it is read again each time: kept, it would
+// take the register of a sum.
+inline vf broadcast(const float* from) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    vf all;
+    asm volatile("vbroadcastss %1, %0" : "=x"(all) : "m"(*from));
+    return all;
+#endif
+    return splat(*from);
+}
+
 inline vf larger(vf a, vf b) { return a > b ? a : b; }
 inline vf magnitude(vf a) { return (vf)((vu)a & 0x7fffffffu); }
 
