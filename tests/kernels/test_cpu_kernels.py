@@ -645,14 +645,16 @@ def in_groups(outputs: int, inputs: int, group: int, bits: int, has_offsets: boo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "lowest"), [(4, None), (4, 0), (4, -8), (8, None)])
 @pytest.mark.parametrize("has_offsets", [False, True], ids=["no offsets", "offsets"])
 @pytest.mark.parametrize("group", [16, 32, 192, 576])
 def test_codes_in_groups_give_the_bits_of_their_weights(
-    cpu: CpuKernels, dtype: torch.dtype, bits: int, has_offsets: bool, group: int
+    cpu: CpuKernels, dtype: torch.dtype, bits: int, lowest: int | None, has_offsets: bool, group: int
 ) -> None:
     torch.manual_seed(7)
     codes, bias = in_groups(100, 1152, group, bits, has_offsets, dtype), torch.randn(100)
+    if lowest is not None:  # levels one apart are not looked up everywhere
+        codes = replace(codes, levels=torch.arange(lowest, lowest + 16.0))
     coded, plain = cpu.panel_linear(codes, bias), cpu.panel_linear(codes.weights(), bias)
     assert coded.num_bytes < plain.num_bytes
     for num_tokens in (1, 7, 12, 13, 100):

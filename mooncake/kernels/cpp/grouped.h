@@ -21,10 +21,22 @@ constexpr int CODES_AHEAD = 6144;  // bytes to prefetch ahead, as for other weig
 // per output, the first input in the lowest bits.
 template <int BITS> constexpr int UNIT_CODES = 32 / BITS;
 
+// How levels of 4-bit codes are found. With 8 lanes a table of 16 takes two lookups and a choice, and in most files they
+// are one apart.
+enum class Levels { TABLE, EVEN };
+
+inline bool are_even(const float* levels) {
+    for (int i = 1; i < 16; i++)
+        if (levels[i] != levels[0] + float(i)) return false;
+    return true;
+}
+
 // The levels of a unit's codes for input `at` and vector v of outputs.
-template <int BITS> inline vf level_of(const char* unit, int at, int v, const float* levels) {
+template <int BITS, Levels LEVELS> inline vf level_of(const char* unit, int at, int v, const float* levels) {
     if constexpr (BITS == 8) {
         return load((const int8_t*)unit + at * PANEL + v * W);
+    } else if constexpr (LEVELS == Levels::EVEN) {
+        return __builtin_convertvector((vi)(load_as<vu>(unit + v * W * 4) >> 4 * at & 15), vf) + levels[0];
     } else {
         const vi lanes = load_as<vi>(unit + v * W * 4);
 #if defined(__AVX512F__)
@@ -56,8 +68,8 @@ struct Group {
         codes = at + PANEL * sizeof(float) * (1 + layer.has_offsets);
     }
 
-    template <int BITS> vf weights(const char* unit, int at, int v, const float* levels) const {
-        return level_of<BITS>(unit, at, v, levels) * scales[v] + offsets[v];
+    template <int BITS, Levels LEVELS> vf weights(const char* unit, int at, int v, const float* levels) const {
+        return level_of<BITS, LEVELS>(unit, at, v, levels) * scales[v] + offsets[v];
     }
 };
 
@@ -76,7 +88,8 @@ inline void prefetch_codes(const char* at) {
 // 2][PANEL].
 enum class Form { FLOATS, ROUNDED, PAIRS };
 
-template <int BITS, Form FORM> void unpack_groups(const PackedLinear& layer, const char* panel, int64_t from, int64_t to, void* out) {
+template <int BITS, Levels LEVELS, Form FORM>
+void unpack_groups(const PackedLinear& layer, const char* panel, int64_t from, int64_t to, void* out) {
     constexpr int N = UNIT_CODES<BITS>;
     char* at = (char*)out;
     for (int64_t k = from; k < to;) {
@@ -90,7 +103,7 @@ template <int BITS, Form FORM> void unpack_groups(const PackedLinear& layer, con
                 vf before{};
 #pragma GCC unroll 8
                 for (int i = 0; i < N; i++) {
-                    vf weights = group.weights<BITS>(codes, i, v, layer.levels);
+                    vf weights = group.weights<BITS, LEVELS>(codes, i, v, layer.levels);
                     if (FORM == Form::ROUNDED) weights = rounded_to_bf16(weights);
                     if (FORM != Form::PAIRS)
                         store((float*)at + i * PANEL + v * W, weights);
@@ -105,7 +118,7 @@ template <int BITS, Form FORM> void unpack_groups(const PackedLinear& layer, con
 
 // sums[row][PANEL]: a strip of ROWS rows times a whole panel, summed as in `multiply` and `multiply_units`, but without
 // writing the weights to memory.
-template <WeightKind KIND, int BITS, int ROWS>
+template <WeightKind KIND, int BITS, Levels LEVELS, int ROWS>
 void multiply_codes(const PackedLinear& layer, const char* panel, const char* strip, float* sums) {
     constexpr bool IN_PAIRS = KIND == BF16S && MULTIPLIES_BF16;
     constexpr int N = UNIT_CODES<BITS>;
@@ -120,9 +133,9 @@ void multiply_codes(const PackedLinear& layer, const char* panel, const char* st
                 std::conditional_t<IN_PAIRS, vi, vf> weights[PANEL_VECS];
 #pragma GCC unroll 2
                 for (int v = 0; v < PANEL_VECS; v++) {
-                    const vf first = group.weights<BITS>(codes, i, v, layer.levels);
+                    const vf first = group.weights<BITS, LEVELS>(codes, i, v, layer.levels);
                     if constexpr (IN_PAIRS)
-                        weights[v] = pairs_of(first, group.weights<BITS>(codes, i + 1, v, layer.levels));
+                        weights[v] = pairs_of(first, group.weights<BITS, LEVELS>(codes, i + 1, v, layer.levels));
                     else
                         weights[v] = KIND == BF16S ? rounded_to_bf16(first) : first;
                 }
@@ -216,12 +229,23 @@ template <int BITS, int ROWS> void multiply_groups(const PackedLinear& layer, co
 
 using MultiplyCodes = void (*)(const PackedLinear&, const char*, const char*, float*);
 
-template <WeightKind KIND, int BITS, size_t... I> constexpr auto loops_of_codes(std::index_sequence<I...>) {
-    return std::array<MultiplyCodes, STRIP>{multiply_codes<KIND, BITS, int(I) + 1>...};
+template <WeightKind KIND, int BITS, Levels LEVELS, size_t... I> constexpr auto loops_of_codes(std::index_sequence<I...>) {
+    return std::array<MultiplyCodes, STRIP>{multiply_codes<KIND, BITS, LEVELS, int(I) + 1>...};
 }
 
 // Indexed by strip height - 1; for KIND FLOATS or BF16S.
-template <WeightKind KIND, int BITS> constexpr auto MULTIPLY_CODES = loops_of_codes<KIND, BITS>(std::make_index_sequence<STRIP>());
+template <WeightKind KIND, int BITS, Levels LEVELS>
+constexpr auto MULTIPLY_CODES = loops_of_codes<KIND, BITS, LEVELS>(std::make_index_sequence<STRIP>());
+
+// Calls body(bits, levels) with what a layer's codes are as constants.
+template <class Body> void with_codes(const PackedLinear& layer, const Body& body) {
+    using Four = std::integral_constant<int, 4>;
+    using Table = std::integral_constant<Levels, Levels::TABLE>;
+    if (layer.code_bits == 8) return body(std::integral_constant<int, 8>{}, Table{});
+    if constexpr (W < 16)
+        if (are_even(layer.levels)) return body(Four{}, std::integral_constant<Levels, Levels::EVEN>{});
+    body(Four{}, Table{});
+}
 
 template <int BITS, size_t... I> constexpr auto loops_of_groups(std::index_sequence<I...>) {
     return std::array<MultiplyCodes, STRIP>{multiply_groups<BITS, int(I) + 1>...};
@@ -233,21 +257,15 @@ template <int BITS> constexpr auto MULTIPLY_GROUPS = loops_of_groups<BITS>(std::
 // Unpacks inputs from .. to of a panel, both multiples of 8, into the form that products with activations of `unit`
 // bytes take.
 inline void unpack_part(const PackedLinear& layer, int64_t index, int64_t from, int64_t to, int unit, void* out) {
-    const auto with_bits = [&](auto bits) {
-        const auto with_form = [&](auto form) {
-            unpack_groups<bits, form>(layer, layer.panel(index), from, to, out);
-        };
+    with_codes(layer, [&](auto bits, auto levels) {
+        const auto with_form = [&](auto form) { unpack_groups<bits, levels, form>(layer, layer.panel(index), from, to, out); };
         if (layer.kind == FLOATS)
             with_form(std::integral_constant<Form, Form::FLOATS>{});
         else if (unit)
             with_form(std::integral_constant<Form, Form::PAIRS>{});
         else
             with_form(std::integral_constant<Form, Form::ROUNDED>{});
-    };
-    if (layer.code_bits == 4)
-        with_bits(std::integral_constant<int, 4>{});
-    else
-        with_bits(std::integral_constant<int, 8>{});
+    });
 }
 
 // GROUPED_CODES come in fours of inputs, a byte each; of 4 bits, the next four are in the upper halves of those bytes.

@@ -319,10 +319,10 @@ void deliver(const PackedLinear& layer, const Activations& x, const Target& targ
 // sums[row][PANEL] for the rows of one strip, in vectors; for each plane of it.
 template <WeightKind KIND> void sum_strip(const PackedLinear& layer, const char* panel, const char* strip, int height, float* sums) {
     if constexpr (KIND == FLOATS || KIND == BF16S)
-        if (layer.code_bits) {
-            const auto& loops = layer.code_bits == 4 ? MULTIPLY_CODES<KIND, 4> : MULTIPLY_CODES<KIND, 8>;
-            return loops[height - 1](layer, panel, strip, sums);
-        }
+        if (layer.code_bits)
+            return with_codes(layer, [&](auto bits, auto levels) {
+                MULTIPLY_CODES<KIND, bits, levels>[height - 1](layer, panel, strip, sums);
+            });
     MULTIPLY_ONE[height - 1][KIND](strip, panel, int(layer.padded()), sums, true, {});
 }
 
