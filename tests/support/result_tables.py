@@ -194,12 +194,13 @@ def results_page() -> str:
 def readme_table() -> str:
     words = told()
     by_title = {table.title: table for table in tables()}
-    names = {machine: name for machine, name in words["machines"].items() if machine != "emulated"}
     chosen = [
         (by_title[each["table"]].row(figure), short)
         for each in words["readme"]
         for figure, short in each["figures"].items()
     ]
+    measured = {machine for each in words["readme"] for machine in by_title[each["table"]].files}
+    names = {machine: name for machine, name in words["machines"].items() if machine in measured - {"emulated"}}
     return lines_of(
         ["", "asked", *names.values()], ([short, row.asked, *map(row.cell, names)] for row, short in chosen)
     )
