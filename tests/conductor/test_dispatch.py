@@ -10,6 +10,7 @@ import pytest
 
 from conductor.api import InferenceRequest
 from conductor.dispatch.dispatcher import DEMAND_EVERY_S
+from conductor.placement.view_keeper import COSTS_REFRESH_S
 from conductor.registry import NodeState
 from mooncake.errors import (
     ContextTooLong,
@@ -59,6 +60,7 @@ async def test_both_nodes_get_the_same_hand_off(start_cluster: Any) -> None:
     assert prefill.decode_address == cluster.decode[0].address
     assert decode.expected_ms == 0, "nobody knows"
     cluster.core.costs.observe_prefill("p0", 1000, 0, 1000.0)
+    await asyncio.sleep(2 * COSTS_REFRESH_S)  # until predictions rest on it
     await cluster.generate(cluster.request(PROMPT, 3))
     assert cluster.decode[0].last_request.expected_ms > 0
 
