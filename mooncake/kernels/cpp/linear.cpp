@@ -376,14 +376,18 @@ void sum_in_vectors(const PackedLinear& layer, int64_t index, const Activations&
     }
 }
 
-// `count` panels in the form that tiles take.
-inline const char* panels_for_tiles(const PackedLinear& layer, int64_t index, int64_t count) {
-    if (!layer.code_bits) return layer.panel(index);
+// `count` panels of codes as weights. On its own, since it would be inlined into the loops over tiles.
+[[gnu::noinline]] const char* unpacked_panels(const PackedLinear& layer, int64_t index, int64_t count) {
     static thread_local Scratch scratch;
     const int64_t bytes = layer.row_bytes() * PANEL;
     char* panels = scratch.start<char>(count * bytes);
     for (int64_t i = 0; i < count; i++) unpack_part(layer, index + i, 0, layer.inputs, ROW_UNIT, panels + i * bytes);
     return panels;
+}
+
+// `count` panels in the form that tiles take.
+inline const char* panels_for_tiles(const PackedLinear& layer, int64_t index, int64_t count) {
+    return layer.code_bits ? unpacked_panels(layer, index, count) : layer.panel(index);
 }
 
 // With one strip, it waits for its weights; with several, each prefetches part of the next panel. Meanwhile the results
