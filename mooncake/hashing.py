@@ -92,6 +92,14 @@ class Chain:
         self.extend(keys, tokens, block_tokens)
         return keys
 
+    def parent(self, keys: list[BlockKey], index: int, block_tokens: int) -> bytes:
+        """What the name of block ``index`` is made from, besides its own tokens."""
+        parent = keys[index - 1] if index else self.seed
+        if self.adapter and index == self.start // block_tokens:
+            begins = struct.pack("<Q", self.start) + self.adapter.encode()
+            parent = hashlib.blake2s(parent + begins, person=b"adapter").digest()
+        return parent
+
     def extend(self, keys: list[BlockKey], tokens: TokenIds, block_tokens: int) -> None:
         """Append to ``keys``, the keys of the first blocks of ``tokens``, those of its other full blocks."""
         num_shared = self.start // block_tokens
@@ -100,10 +108,7 @@ class Chain:
             keys += extend_chain(keys[-1] if keys else self.seed, rest, block_tokens)
             if len(keys) < num_shared:
                 return
-        parent = keys[-1] if keys else self.seed
-        if self.adapter and len(keys) == num_shared:
-            begins = struct.pack("<Q", self.start) + self.adapter.encode()
-            parent = hashlib.blake2s(parent + begins, person=b"adapter").digest()
+        parent = self.parent(keys, len(keys), block_tokens)
         keys += extend_chain(parent, tokens[len(keys) * block_tokens :], block_tokens)
 
 

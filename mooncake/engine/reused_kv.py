@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mooncake.engine.blend import Blend
     from mooncake.engine.hidden_states import HiddenStates
+    from mooncake.types import BlockKey
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,7 @@ class ReusedKV:
     variant_tokens: range = field(default=range(0), init=False)  # those computed in some layers only
     hidden_states: HiddenStates | None = field(default=None, init=False)  # the input of those layers; None: embeddings
     blend: Blend | None = field(default=None, init=False)  # KV blended from chunks of its prompt
+    copied_from: BlockKey | None = field(default=None, init=False)  # the block of which it began with a copy
     num_exact: int | None = field(default=None, init=False)  # leading tokens with exact KV; None: all
 
     def limit_exact(self, num_exact: int) -> None:

@@ -121,6 +121,8 @@ class StepScheduler:
             self.block_manager.free_row(sequence)
             sequence.move(SequenceState.HELD)
             return
+        if sequence.state in (SequenceState.RUNNING, SequenceState.HELD):
+            self.block_manager.seal_part(sequence)
         sequence.move(SequenceState.FINISHED)
         self.block_manager.free(sequence)
 
@@ -284,6 +286,7 @@ class StepScheduler:
             self.waiting.remove(sequence)
             sequence.move(SequenceState.RUNNING)
             self._add_running(sequence)
+            plan.copies += admission.copies
             self.block_manager.swap_in(sequence, plan.copies)
             if sequence.blocks.num_sealed * self._block_tokens > sequence.num_computed:  # its last block is shared
                 self._make_writable(sequence, sequence.num_computed, plan)
@@ -307,21 +310,31 @@ class StepScheduler:
         num_cached = self.block_manager.allocate(sequence, usable, self._watermark)
         if num_cached is None:
             return None
-        num_ready = self.block_manager.num_ready(sequence, num_cached, usable)
-        blocks, reused = sequence.blocks, sequence.reused
-        if sequence.num_preemptions == 0:
-            sequence.num_cached_tokens = min(num_cached * self._block_tokens, sequence.num_tokens - 1)
-        sequence.num_computed = num_ready
-        reused.variant_tokens = range(0)
+        sequence.num_computed = self.block_manager.num_ready(sequence, num_cached, usable)
+        sequence.reused.variant_tokens = range(0)
         if sequence.swapped is not None:
             return Admission(sequence, [])
+        to_load = self._find_elsewhere(sequence, num_cached, usable)
+        copies: list[tuple[int, int]] = []
+        num_found = num_cached * self._block_tokens
+        if not (sequence.blocks.is_loading or sequence.is_scoring):
+            num_copied = self.block_manager.copy_part(sequence, copies)
+            sequence.num_computed += num_copied
+            num_found += num_copied
+        if sequence.num_preemptions == 0:
+            sequence.num_cached_tokens = min(num_found, sequence.num_tokens - 1)
+        return Admission(sequence, to_load, copies)
+
+    def _find_elsewhere(self, sequence: Sequence, num_cached: int, usable: int) -> list[BlockToLoad]:
+        """The blocks to load after its cached ones; then come those of which a variant has KV."""
+        blocks, reused = sequence.blocks, sequence.reused
         num_filled = max(num_cached, min(reused.external_blocks, usable))
         num_variant = min(reused.variant_blocks, (sequence.num_tokens - 1) // self._block_tokens)
         if num_variant > num_filled and not sequence.is_scoring:
-            reused.variant_tokens = range(num_ready, num_variant * self._block_tokens)
+            reused.variant_tokens = range(sequence.num_computed, num_variant * self._block_tokens)
         blocks.is_loading = num_filled > num_cached or bool(reused.variant_tokens)
         table, keys = blocks.block_table, sequence.block_keys
-        return Admission(sequence, [BlockToLoad(i, table[i], keys[i]) for i in range(num_cached, num_filled)])
+        return [BlockToLoad(i, table[i], keys[i]) for i in range(num_cached, num_filled)]
 
     def _free_blocks(self, sequence: Sequence) -> None:
         """And with them what it has computed."""

@@ -268,6 +268,7 @@ class Sequence:
         )
         child.root_id, child.failure = self.root_id, self.failure
         child.reused.num_exact = self.reused.num_exact
+        child.reused.copied_from = self.reused.copied_from
         child.prompt_logprobs = None  # the first answer's are enough
         return child
 

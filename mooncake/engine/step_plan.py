@@ -46,10 +46,11 @@ class BlockToLoad:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence got its blocks; those ``to_load`` are to be filled from elsewhere."""
+    """A sequence got its blocks; those ``to_load`` are to be filled from elsewhere, and ``copies`` (from, to) made."""
 
     sequence: Sequence
     to_load: list[BlockToLoad]
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -101,7 +101,7 @@ def test_a_second_turn_finds_the_blocks_of_the_first() -> None:
     engine.add(sequence)
     assert answers(run_all(engine)) == {"turn-2": true_answer(second_prompt, 12)}
     computed = len(prompt) + len(first) - 1  # the last token of an answer is never computed
-    assert sequence.num_cached_tokens == computed // BLOCK * BLOCK == 20
+    assert sequence.num_cached_tokens == computed == 21
 
 
 def test_of_a_prompt_that_is_cached_as_a_whole_only_the_last_token_is_computed_and_into_a_copy() -> None:
@@ -901,6 +901,25 @@ def test_poison_in_a_cached_block_costs_its_readers_alone(sampling: SamplingPara
     engine.add(hash_sequence("again", ill))
     assert answers(run_all(engine)) == {"again": true_answer(ill, 12)}
     assert engine.take_ended() == [] and not engine.is_open("ill") and is_empty(engine)
+
+
+def test_poison_in_a_block_that_was_copied_in_part_costs_one_answer() -> None:
+    prompt = random_prompt(7, 0)
+    engine = hash_engine(model=Sick())
+    one = SamplingParams(max_tokens=1, temperature=0.0)
+    engine.add(hash_sequence("before", prompt, one))
+    [output] = run_all(engine)
+    chain, tokens = Chain(b"seed"), np.array(prompt, np.uint32)
+    [part] = extend_chain(chain.parent(chain.keys(tokens, BLOCK), 1, BLOCK), tokens[4:], 3)
+    engine.cache.tensor[engine.block_pool.find(part), 0, 0, 0, 1] = POISON
+    for name, cached in ("ill", 7), ("well", 0):
+        sequence = hash_sequence(name, [*prompt, output.token.token_id], one)
+        engine.add(sequence)
+        outputs = run_all(engine)
+        assert sequence.num_cached_tokens == cached
+    assert answers(outputs) == {"well": true_answer(prompt, 2)[1:]}
+    assert [name for name, _ in engine.take_ended()] == ["ill"] and is_empty(engine)
+    assert not engine.block_pool.has(part)
 
 
 @pytest.mark.parametrize("prompt_logprobs", [None, 0])

@@ -44,14 +44,15 @@ async def test_what_is_reused_of_a_prompt_is_told_before_its_first_token(tmp_pat
     node, channels = await start_node(tmp_path / "model"), Channels()
     stub = prefill_pb2_grpc.PrefillStub(channels.get(node.control_address))
     try:
-        for handoff_id, num_reused in (("h", 0), ("i", 128)):  # the node may not have forgotten the first one yet
+        for handoff_id, num_reused in (("h", {0}), ("i", {128, len(PROMPT) - 1})):  # the first one may be here still
             request = prefill_pb2.PrefillRequest()
             request.MergeFrom(REQUEST)
             request.handoff_id = handoff_id
             responses = [response async for response in stub.Run(request, timeout=60)]
             assert [response.WhichOneof("event") for response in responses[:2]] == ["early_report", "first_token"]
             early, whole = responses[0].early_report, responses[-1].report
-            assert early.local_cached_tokens == whole.local_cached_tokens == num_reused
+            assert early.local_cached_tokens == whole.local_cached_tokens
+            assert early.local_cached_tokens in num_reused
             assert early.prompt_tokens == len(PROMPT) and early.timings.prefill_ms > 0
     finally:
         await channels.close()

@@ -200,7 +200,7 @@ async def test_what_the_receiver_has_itself_comes_first(tmp_path: Path) -> None:
         _, report = await nodes.receiver.ask(prompt, prompt_logprobs=1)
         assert report.inherited_tokens == 0, "measured, and so computed"
         _, report = await nodes.receiver.ask(prompt + some_tokens(3))  # measured: known by now
-        assert report.inherited_tokens == 0 and report.local_cached_tokens == 7 * BLOCK
+        assert report.inherited_tokens == 0 and report.local_cached_tokens >= 7 * BLOCK
 
 
 @pytest.mark.timeout(120)

@@ -10,19 +10,26 @@ window has pages for the window and for what the next step can write; it moves o
 allocates, so a prompt that has started does not run out of them. The exception: a page that it frees is still shared
 with another sequence. The sequence admitted last shares none, so it can advance, and then the others. In the table of
 such a group, entries before ``first_held`` are not pages any more.
+
+Whole blocks are shared. A sequence that parts from what is cached within a block, or continues one whose last block was
+not full, starts with a copy of that block, and computes from the token that differs on.
 """
 
 from __future__ import annotations
 
+from mooncake.engine.cache.block_contents import BlockContents
 from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.engine.cache.block_tables import BlockTables
 from mooncake.engine.cache.sequence_blocks import NEVER, SequenceBlocks
 from mooncake.engine.cache.swap import Swapped, SwapSpace
 from mooncake.engine.sequence import Sequence
+from mooncake.hashing import extend_chain
 from mooncake.page_groups import UNIFORM, PageGroups, page_key
 from mooncake.types import BlockKey
 
 Copies = list[tuple[int, int]]
+
+LEAST_COPIED = 8  # one token in this many of a block must agree: a copy costs about as much as computing a token
 
 _NO_PAGE = -1
 
@@ -51,6 +58,9 @@ class BlockManager:
         self._block_tokens = pool.block_tokens
         self._max_step_tokens = max_step_tokens
         self._windowed = [group for group, window in enumerate(groups.windows) if window]
+        self._least_copied = max(pool.block_tokens // LEAST_COPIED, 1)
+        self._contents = BlockContents()
+        pool.on_forgotten = self._contents.remove
 
     def num_needed(self, sequence: Sequence) -> int:
         """The fewest pages with which it can be computed."""
@@ -120,6 +130,27 @@ class BlockManager:
         self._attach(sequence, SequenceBlocks(tables, [span.start for span in spans], num_sealed=num_cached))
         return num_cached
 
+    def copy_part(self, sequence: Sequence, copies: Copies) -> int:
+        """After ``allocate``: let its first block that is not cached start as a copy of the cached one that agrees with
+        most of its leading tokens. Returns with how many; 0: with too few, and nothing is copied."""
+        if self.groups.has_states:  # which are kept at the end of a block only
+            return 0
+        index = sequence.blocks.num_sealed
+        begin = index * self._block_tokens
+        end = min(begin + self._block_tokens, sequence.num_tokens - 1)
+        parent = sequence.chain.parent(sequence.block_keys, index, self._block_tokens)
+        key, count = self._contents.longest(parent, sequence.token_slice(begin, max(begin, end)))
+        if key is None or count < self._least_copied:
+            return 0
+        page_keys = [page_key(key, group) for group in range(self.groups.num_groups)]
+        if not all(map(self.pool.has, page_keys)):
+            return 0
+        for found, table in zip(page_keys, sequence.blocks.tables, strict=True):
+            self.pool.touch(found)
+            copies.append((self.pool.find(found), table[index]))
+        sequence.reused.copied_from = key
+        return count
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """``child`` shares the blocks of all its tokens but the last, which ``parent`` has computed."""
         child.num_computed = min(parent.num_computed, child.num_tokens - 1)
@@ -178,7 +209,27 @@ class BlockManager:
                 self.pool.seal(table, keys, begin, end)
             else:
                 self.pool.seal_alone(table[begin:end], [page_key(key, group) for key in keys[begin:end]])
+        if not self.groups.has_states:
+            self._note_contents(sequence, blocks.num_sealed, end)
         blocks.num_sealed = end
+
+    def seal_part(self, sequence: Sequence) -> None:
+        """It ends: let others copy its last computed block, if that is not full."""
+        blocks, num_computed = sequence.blocks, sequence.num_computed
+        index, count = divmod(num_computed, self._block_tokens)
+        is_exact = sequence.num_shareable == num_computed and not blocks.is_loading and sequence.failure is None
+        if not is_exact or count < self._least_copied or self.groups.has_states or index != blocks.num_sealed:
+            return
+        pages = [table[index] for table in blocks.tables]
+        if not all(map(self.pool.is_private, pages)):
+            return
+        sequence.extend_keys(self._block_tokens)
+        parent = sequence.chain.parent(sequence.block_keys, index, self._block_tokens)
+        tokens = sequence.token_slice(index * self._block_tokens, num_computed)
+        if self._contents.longest(parent, tokens)[1] < count:
+            [key] = extend_chain(parent, tokens, count)
+            self.pool.seal_alone(pages, [page_key(key, group) for group in range(len(pages))])
+            self._contents.add(parent, tokens, key)
 
     def free_out_of_window(self, sequence: Sequence) -> None:
         """Free pages that no later token sees, and allocate as many new ones while the prompt needs some."""
@@ -227,9 +278,12 @@ class BlockManager:
             self.pool.release(table[first:])
 
     def discard(self, sequence: Sequence) -> None:
-        """Remove its blocks from the prefix cache."""
+        """Remove its blocks from the prefix cache, and what it copied from."""
+        keys = sequence.block_keys[: sequence.blocks.num_sealed]
+        if sequence.reused.copied_from is not None:
+            keys.append(sequence.reused.copied_from)
         for group in range(self.groups.num_groups):
-            for key in sequence.block_keys[: sequence.blocks.num_sealed]:
+            for key in keys:
                 self.pool.discard(page_key(key, group))
 
     # Swapping
@@ -263,6 +317,15 @@ class BlockManager:
             sequence.swapped = None
 
     # Helpers
+
+    def _note_contents(self, sequence: Sequence, first: int, end: int) -> None:
+        """Of its sealed blocks ``first`` ≤ i < ``end``."""
+        keys, size = sequence.block_keys, self._block_tokens
+        tokens = sequence.token_slice(first * size, end * size)
+        for start, index in enumerate(range(first, end)):
+            if self.pool.has(keys[index]):  # else its page had left the window
+                parent = sequence.chain.parent(keys, index, size)
+                self._contents.add(parent, tokens[start * size : (start + 1) * size], keys[index])
 
     def _num_blocks(self, sequence: Sequence) -> int:
         """For all its tokens."""

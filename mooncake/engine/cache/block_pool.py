@@ -10,13 +10,13 @@ A block is in exactly one of three places:
 
 Cached blocks form one queue, least recently used first, with every cached block before its cached parent. So the head
 of the queue is always a leaf: a prefix is never evicted before what builds on it. Pages of layers with a sliding window
-are sealed on their own: nothing builds on them, and no events are published for them.
+and last blocks that are not full are sealed on their own: nothing builds on them, and no events are published for them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from mooncake.errors import InternalError, OutOfBlocks
@@ -41,6 +41,7 @@ class BlockPool:
         self._parents = [b""] * num_blocks
         self._by_key: dict[bytes, int] = {}
         self._events: list[BlockEvent] = []
+        self.on_forgotten: Callable[[BlockKey], object] | None = None  # called with each key that is not here any more
 
     @property
     def num_free(self) -> int:
@@ -65,6 +66,20 @@ class BlockPool:
 
     def has(self, key: BlockKey) -> bool:
         return key in self._by_key
+
+    def find(self, key: BlockKey) -> int:
+        """The block with this key, which is here."""
+        return self._by_key[key]
+
+    def touch(self, key: BlockKey) -> None:
+        """The block, which is here, was used; whoever did holds what it builds on."""
+        block_id = self._by_key[key]
+        if block_id in self._cached:
+            self._cached.move_to_end(block_id)
+
+    def is_private(self, block_id: int) -> bool:
+        """Whether one table alone refers to the block, and nobody can find it."""
+        return self._references[block_id] == 1 and self._keys[block_id] is None
 
     def parents(self) -> Iterator[bytes]:
         """For each block that can be found here, the key of its parent."""
@@ -126,7 +141,7 @@ class BlockPool:
             parent = key
 
     def seal_alone(self, block_ids: Sequence[int], keys: Sequence[BlockKey]) -> None:
-        """Like ``seal``, for pages that are each useful without those before them."""
+        """Like ``seal``, for pages that others need not know of: of windows, and last blocks that are not full."""
         for block_id, key in zip(block_ids, keys, strict=True):
             if self._references[block_id] == 0 or self._keys[block_id] not in (None, key):
                 raise InternalError(f"page {block_id} was sealed while nobody held it, or with another key")
@@ -230,6 +245,8 @@ class BlockPool:
             self._events.append(BlockEvent(False, key, self._parents[block_id]))
         self._keys[block_id] = None
         self._parents[block_id] = b""
+        if self.on_forgotten is not None:
+            self.on_forgotten(key)
 
     def _check_in_use(self, block_ids: Iterable[int]) -> None:
         references = self._references
