@@ -88,7 +88,7 @@ async def test_adapters_take_the_models_own_kv_and_leave_theirs_to_the_next_turn
             assert await ask(client, "always", prompts["check"]) == (greedy(merged, prompts["check"], NEW), 0)
 
             uninvoked = [*TEXT, 40, 41]
-            assert await ask(client, "check", uninvoked) == (greedy(base, uninvoked, NEW), SHARED)
+            assert await ask(client, "check", uninvoked) == (greedy(base, uninvoked, NEW), len(TEXT))
 
             said = [*prompts["check"], *expected["check"]]
             digest = open_adapter("check", str(folder / "check")).digest

@@ -135,7 +135,7 @@ async def test_every_prompt_in_every_mode(channel: grpc.aio.Channel) -> None:
     for index in alone:
         again = await ask(channel, FULL[index], NEW_TOKENS)
         assert again.tokens == batched[index].tokens or (await JUDGE([FULL[index]], [again])).ties
-        assert again.cached_tokens == min(len(FULL[index]) // 64 * 64, len(FULL[index]) - 1)
+        assert again.cached_tokens >= min(len(FULL[index]) // 64 * 64, len(FULL[index]) - 1)
 
     # second and third turns of conversations
     asked, answers = [FULL[i] for i in alone], [batched[i] for i in alone]

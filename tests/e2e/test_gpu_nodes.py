@@ -144,7 +144,7 @@ async def test_latent_rows_go_through_host_memory_as_blocks_of_one_kind(tmp_path
         assert [first.tokens] == on_cpu(str(tmp_path), PROMPT, greedy(4))
         await wait_idle(channel)
         again = await ask(channel, PROMPT, 4)
-        assert again.tokens == first.tokens and again.cached_tokens == BLOCK
+        assert again.tokens == first.tokens and again.cached_tokens == len(PROMPT) - 1
 
 
 ON_GPUS = {"prefill": "cuda", "decode": "cuda"}
@@ -208,7 +208,7 @@ async def test_nodes_over_two_gpus_hand_over_to_any_and_share_the_pool(
         turn = PROMPT + first.tokens + PROMPT[:3]
         second = await ask(channel, turn, 3)
         assert [second.tokens] == on_cpu(model, turn, greedy(3), kv_dtype)
-        assert second.cached_tokens == (len(PROMPT) + NEW) // BLOCK * BLOCK
+        assert second.cached_tokens >= (len(PROMPT) + NEW) // BLOCK * BLOCK
         answers = await ask_all(channel, [PROMPT[::-1], PROMPT[3:]], 4, at_once=2)
         assert [answer.tokens for answer in answers] == [
             on_cpu(model, prompt, greedy(4), kv_dtype)[0] for prompt in (PROMPT[::-1], PROMPT[3:])

@@ -38,8 +38,9 @@ async def test_an_answer_over_a_spoilt_block_is_computed_again(
         got = await asyncio.gather(*(ask(cluster.channel, prompt, NEW_TOKENS) for prompt in PROMPTS))
         assert [answer.tokens for answer in got] == [answer.tokens for answer in wanted]
         assert "is tried elsewhere after" in caplog.text and "not finite" in caplog.text
+        await wait_idle(cluster.channel)
         again = await ask(cluster.channel, PROMPTS[0], NEW_TOKENS)
-        assert again.tokens == wanted[0].tokens and again.cached_tokens == 56
+        assert again.tokens == wanted[0].tokens and again.cached_tokens == len(PROMPTS[0]) - 1
         await wait_idle(cluster.channel)
         for node in nodes.values():
             node.host.engine.block_pool.check()

@@ -29,7 +29,7 @@ from mooncake.types import BlockKey
 
 Copies = list[tuple[int, int]]
 
-LEAST_COPIED = 8  # one token in this many of a block must agree: a copy costs about as much as computing a token
+LEAST_COPIED = 8  # one token in this many of a block must agree: fewer are as soon computed as the block is copied
 
 _NO_PAGE = -1
 
