@@ -63,8 +63,8 @@ BENCHES = {
     *(
         f"mooncake.app.bench.{name}"
         for name in (
-            *("blend", "character", "character_twins", "chunked", "context", "engine", "kernels", "peers", "pipeline"),
-            *("engine_options", "gpu", "gpu_parts", "quality", "variants"),
+            *("blend", "character", "character_twins", "chunked", "context", "engine", "engine_parts", "gpu"),
+            *("gpu_parts", "peers", "pipeline", "quality", "shared", "variants"),
         )
     ),
     *(f"mooncake.app.variants.{name}" for name in ("comparison", "profile", "training")),

@@ -243,7 +243,7 @@ def run_batch(
 @app.command(context_settings=_PASS_FLAGS_ON)
 def calibrate(context: typer.Context) -> None:
     """Measure how long a model's steps take on this machine."""
-    from mooncake.app.sim.calibrate import main as measure
+    from mooncake.app.sim.commands.calibrate import main as measure
 
     measure(context.args)
 
@@ -305,7 +305,7 @@ def profile_variants(
 @app.command(context_settings=_PASS_FLAGS_ON)
 def validate(context: typer.Context) -> None:
     """Play a trace live and in the simulator, and compare."""
-    from mooncake.app.sim.validate import main as compare
+    from mooncake.app.sim.commands.validate import main as compare
 
     compare(context.args)
 

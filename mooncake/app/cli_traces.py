@@ -43,7 +43,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 def _preset(context: typer.Context, name: str) -> str:
     """``help`` lists the presets and exits, even if required arguments are missing."""
     if name == "help" and not context.resilient_parsing:  # set during shell completion
-        from mooncake.app.sim.simulate import list_presets
+        from mooncake.app.sim.commands.simulate import list_presets
 
         list_presets()
         raise typer.Exit
@@ -85,7 +85,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Play a recorded trace on a described cluster in virtual time. The real conductor decides."""
-    from mooncake.app.sim import simulate as command
+    from mooncake.app.sim.commands import simulate as command
     from mooncake.app.sim.simulation import Run
 
     chosen = command.choose_cluster(preset, cluster)
@@ -122,9 +122,9 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Simulate a trace once per value of one parameter."""
-    from mooncake.app.sim.simulate import choose_cluster, load_scaled
+    from mooncake.app.sim.commands.simulate import choose_cluster, load_scaled
+    from mooncake.app.sim.commands.sweep import sweep as run_all
     from mooncake.app.sim.simulation import Run
-    from mooncake.app.sim.sweep import sweep as run_all
 
     chosen = choose_cluster(preset, cluster)
     setting = chosen, Run(seed, speed, max_output=max_output, tokens_per_block=tokens_per_block)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, RequestResult
 from mooncake.app.outputs import writing
-from mooncake.app.sim.charts import short
+from mooncake.app.sim.output.charts import short
 from mooncake.app.traces.replay import ReplayReport
 
 if TYPE_CHECKING:

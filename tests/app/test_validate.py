@@ -12,11 +12,19 @@ import numpy as np
 import pytest
 
 from conductor.placement.cost import DecodeCost, PrefillCost
-from mooncake.app.bench.traffic import Answer
+from mooncake.app.bench.load.traffic import Answer
 from mooncake.app.extras import MissingDependency
-from mooncake.app.sim.calibrate_pair import PairCosts, one_by_one, together
+from mooncake.app.sim.commands.calibrate_pair import PairCosts, one_by_one, together
+from mooncake.app.sim.commands.validate import (
+    Compared,
+    chosen_trace,
+    described_cluster,
+    markdown,
+    parse,
+    parts_ms,
+    settings,
+)
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.sim.validate import Compared, chosen_trace, described_cluster, markdown, parse, parts_ms, settings
 from mooncake.errors import ConfigError
 from mooncake.trace import TraceRequest
 

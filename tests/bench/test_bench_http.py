@@ -15,7 +15,7 @@ import pytest
 from tiny_model import write_tiny_model
 
 from mooncake.app.bench import http
-from mooncake.app.bench.http_client import ServedByHttp
+from mooncake.app.bench.load.http_client import ServedByHttp
 from mooncake.errors import ConfigError, InternalError, NodeUnavailable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

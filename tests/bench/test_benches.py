@@ -18,12 +18,13 @@ import pytest
 import torch
 from tiny_model import LATENT, write_tiny_model
 
-from mooncake.app.bench import chunked, conductor, engine, kernels, quality, serve, speculation, ssd
-from mooncake.app.bench.engine_options import parse
+from mooncake.app.bench import chunked, conductor, engine, quality, serve, speculation, ssd
+from mooncake.app.bench.engine_parts import kernels
+from mooncake.app.bench.engine_parts.options import parse
 from mooncake.app.bench.peers.engine import PeerEngine
 from mooncake.app.bench.peers.spawned import START_S, spawned
 from mooncake.app.bench.report import Figure, Report, progress
-from mooncake.app.sim import calibrate
+from mooncake.app.sim.commands import calibrate
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import Cancelled, ConfigError, ModelError, NodeUnavailable
 

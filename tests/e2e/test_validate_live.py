@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from tiny_model import write_tiny_model
 
-from mooncake.app.sim.validate import main
+from mooncake.app.sim.commands.validate import main
 
 pytest.importorskip("matplotlib", reason="the plots need matplotlib")
 

@@ -2,7 +2,7 @@
 
 import re
 
-from mooncake.app.sim.charts import HEIGHT, LEFT, RIGHT, WIDTH, Series, lines
+from mooncake.app.sim.output.charts import HEIGHT, LEFT, RIGHT, WIDTH, Series, lines
 
 
 def last_x(chart: str) -> float:

@@ -16,9 +16,9 @@ from mooncake.app.cli import app
 from mooncake.app.reproduction.experiments import Traces
 from mooncake.app.reproduction.findings import Finding, Row
 from mooncake.app.reproduction.reproduce import markdown, page, reproduce
-from mooncake.app.sim.charts import BOTTOM, HEIGHT
 from mooncake.app.sim.cluster import load_cluster, load_preset, parse_cluster, preset_names, preset_text
-from mooncake.app.sim.page import over_time
+from mooncake.app.sim.output.charts import BOTTOM, HEIGHT
+from mooncake.app.sim.output.page import over_time
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.traces.files import load_any, one_after_another
 from mooncake.app.traces.shapes import generate

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
-from mooncake.app.sim.coupled import CoupledMachine
-from mooncake.app.sim.decode import DecodeMachine
 from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.machines.coupled import CoupledMachine
+from mooncake.app.sim.machines.decode import DecodeMachine
 from mooncake.app.sim.requests import SimRequest
 
 CURVE = StepCurve(decode_step_ms=20.0, decode_sequence_ms=1.5, decode_context_ms=1e-4)
@@ -27,7 +27,7 @@ def summed_up(arrivals: list[Arrival]) -> dict[int, End]:
     def ended(request: SimRequest, tail_ms: float) -> None:
         ends[request.index] = (agenda.now, tail_ms)
 
-    machine = DecodeMachine("d", GROUP, CURVE, MODEL, agenda, ended)
+    machine = DecodeMachine(GROUP, CURVE, MODEL, agenda, ended)
     _join_all(agenda, arrivals, machine.join)
     assert not machine.running and not machine.waiting and machine.reserved_tokens == 0 and machine.context == 0
     assert machine.tokens == sum(output - 1 for _, _, output in arrivals)
@@ -40,7 +40,7 @@ def step_by_step(arrivals: list[Arrival]) -> dict[int, End]:
     def ended(request: SimRequest, tail_ms: float) -> None:
         ends[request.index] = (agenda.now, tail_ms)
 
-    machine = CoupledMachine("d", GROUP, CURVE, MODEL, agenda, lambda *_: None, ended)
+    machine = CoupledMachine(GROUP, CURVE, MODEL, agenda, lambda *_: None, ended)
     _join_all(agenda, arrivals, machine.receive)
     machine.pool.check()
     assert machine.pool.num_in_use == 0
@@ -91,9 +91,7 @@ def test_who_waits_on_a_full_machine_does_not_undo_its_slowing_down() -> None:
     agenda, ends = Agenda(), dict[int, float]()
     full = Machines(role="decode", count=1, curve="it", max_sequences=1)
     curve, model = StepCurve(decode_step_ms=100.0), Model(num_layers=1, token_bytes=1)
-    machine = DecodeMachine(
-        "d", full, curve, model, agenda, lambda request, _: ends.setdefault(request.index, agenda.now)
-    )
+    machine = DecodeMachine(full, curve, model, agenda, lambda request, _: ends.setdefault(request.index, agenda.now))
 
     def join(index: int) -> None:
         request = SimRequest(index, 10, 101, [])

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from conductor.admission.rules import ADMISSIONS
 from conductor.placement.policies import POLICIES
 from mooncake.app.sim.cluster import Cluster, Ssd, load_preset
+from mooncake.app.sim.output.summary import summarize, to_json
 from mooncake.app.sim.requests import Fate
 from mooncake.app.sim.simulation import Fault, Run, Simulation
-from mooncake.app.sim.summary import summarize, to_json
 from mooncake.app.traces.shapes import generate
 from mooncake.trace import TraceRequest
 

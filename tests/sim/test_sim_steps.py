@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mooncake.app.sim.steps import StepRuns
+from mooncake.app.sim.machines.steps import StepRuns
 
 
 @pytest.mark.parametrize("native", [True, False])

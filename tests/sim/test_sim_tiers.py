@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mooncake.app.sim.cluster import Cluster, Model, Ssd, load_preset, parse_cluster, preset_text
-from mooncake.app.sim.disk import Disk
 from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.machines.disk import Disk
+from mooncake.app.sim.machines.tiered import TieredCache
+from mooncake.app.sim.output.summary import summarize, to_json
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.sim.summary import summarize, to_json
-from mooncake.app.sim.tiered import TieredCache
 from mooncake.app.traces.shapes import generate
 from mooncake.errors import ConfigError
 from mooncake.types import BlockEvent, BlockKey, Tier

@@ -9,7 +9,6 @@ last token's logits, with all chunks but the first and the last in the cache, co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,8 +18,9 @@ import numpy.typing as npt
 import torch
 from rich.progress import Progress
 
-from mooncake.app.bench.quality import text_windows
 from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.shared.prompts import TEXT, text_windows
+from mooncake.app.bench.shared.timing import in_turns, milliseconds
 from mooncake.app.flags import Flags
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import PrefillSection
@@ -62,7 +62,7 @@ def main(args: list[str]) -> None:
         "chunk_tokens": options.chunk_tokens,
         "tail": options.tail,
         "step_tokens": options.step_tokens,
-        "text": "pydoc_data.topics of the Python in use",
+        "text": TEXT,
     }
     report = Report("blend", config, seed=0)
     checkpoint = open_checkpoint(options.model)
@@ -104,10 +104,10 @@ def _flags() -> Flags:
 def parse(args: list[str]) -> Options:
     given = _flags().read(args)
     try:
-        shares = tuple(float(share) for share in given.shares.split(","))
+        given.shares = tuple(float(share) for share in given.shares.split(","))
     except ValueError:
         raise ConfigError(f"--shares takes numbers, got {given.shares!r}") from None
-    if not all(0 <= share <= 1 for share in shares):
+    if not all(0 <= share <= 1 for share in given.shares):
         raise ConfigError("--shares are between 0 and 1")
     if given.chunk_tokens < BLOCK_TOKENS or given.chunk_tokens % BLOCK_TOKENS or given.time_tokens % given.chunk_tokens:
         raise ConfigError(f"--chunk-tokens is a multiple of {BLOCK_TOKENS}, and --time-tokens one of --chunk-tokens")
@@ -115,19 +115,7 @@ def parse(args: list[str]) -> Options:
         raise ConfigError(
             "--chunks must be at least 2, --prompts, --tail, --repeat, --threads at least 1, --step-tokens 0"
         )
-    return Options(
-        given.model,
-        given.prompts,
-        given.chunks,
-        given.chunk_tokens,
-        given.tail,
-        shares,
-        given.step_tokens,
-        given.time_tokens,
-        given.repeat,
-        given.threads,
-        given.json,
-    )
+    return Options(**vars(given))
 
 
 def load(checkpoint: Checkpoint, options: Options) -> CausalLM:
@@ -183,12 +171,9 @@ class Prompt:
     def _compute(
         self, tokens: torch.Tensor, first: int, first_block: int, last: int, reuse: Reuse | None
     ) -> torch.Tensor:
-        whole = ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.arange(len(tokens) - last, len(tokens)) - first)
+        whole = ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.arange(len(tokens) - last, len(tokens)))
         batch = replace(
-            whole,
-            tokens=tokens[first:],
-            positions=whole.positions[first:],
-            query_starts=torch.tensor([0, len(tokens) - first], dtype=torch.int32),
+            whole.part(first, len(tokens)),
             block_tables=whole.block_tables + first_block,
             slots=whole.slots[first:] + first_block * BLOCK_TOKENS,
             reuse=reuse,
@@ -235,19 +220,11 @@ def measure_time(checkpoint: Checkpoint, model: CausalLM, options: Options, repo
     ways: dict[str, Callable[[], object]] = {FULL: prompt.full}
     for share in options.shares:
         ways[f"{share:.0%} that deviate"] = lambda share=share: prompt.blended(share, 0, options.step_tokens)  # type: ignore[misc]
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(options.repeat + 1):
-        for name, compute in ways.items():
-            started_s = time.perf_counter()
-            compute()
-            if turn:  # the first one is a warm-up
-                times[name].append((time.perf_counter() - started_s) * 1e3)
-        tell(shown, f"{turn} of {options.repeat} timings")
-    for name, values in times.items():
-        report.add(Figure(name, "forward pass", "ms", tuple(values), params={"tokens": options.time_tokens}))
+    times = in_turns(ways, options.repeat, tell=lambda reps: tell(shown, f"{reps} of {options.repeat} timings"))
+    for name, taken in times.items():
+        report.add(Figure(name, "forward pass", "ms", milliseconds(taken), params={"tokens": options.time_tokens}))
         if name != FULL:
-            full, blended = report.find(FULL, "forward pass"), report.find(name, "forward pass")
-            report.compare(f"speedup_{_ratio_name(name)}", full, blended)
+            report.compare_subjects(f"speedup_{_ratio_name(name)}", "forward pass", FULL, name)
 
 
 def _ratio_name(variant: str) -> str:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pydoc_data.topics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +37,8 @@ from mooncake.app.bench.character_twins import (
 )
 from mooncake.app.bench.quality import window_losses
 from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.shared.prompts import TEXT, python_reference
+from mooncake.app.bench.shared.timing import in_turns, milliseconds
 from mooncake.app.flags import Flags, positive, whole
 from mooncake.app.outputs import output_folder
 from mooncake.checkpoint import open_checkpoint, weight_shapes
@@ -72,7 +72,7 @@ class Options:
 def main(args: list[str]) -> None:
     """Raises ConfigError, ModelError, Cancelled after Ctrl-C (what was measured is reported first)."""
     options = parse(args)
-    corpus = Corpus.of("\n\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)))
+    corpus = Corpus.of(python_reference())
     config: dict[str, object] = {
         "layers": options.shape.layers,
         "hidden": options.shape.hidden,
@@ -86,7 +86,7 @@ def main(args: list[str]) -> None:
         "threads": torch.get_num_threads(),
         "windows": options.windows,
         "needles": options.needles,
-        "text": "pydoc_data.topics of the Python in use, the last tenth for validation",
+        "text": f"{TEXT}, the last tenth for validation",
     }
     report = Report("character", config, options.training.seed)
     with report.measuring("training") as shown:
@@ -231,7 +231,7 @@ def share_of_needles(options: Options, corpus: Corpus, folder: str) -> float:
 def compare(report: Report) -> None:
     for name in ("sharing", "hybrid", "character", "local"):
         for ratio, figure in (("loss", "loss of text"), ("kv_bytes", "KV of a token")):
-            report.compare(f"{ratio}_{name}_vs_{BASELINE}", *(report.find(who, figure) for who in (name, BASELINE)))
+            report.compare_subjects(f"{ratio}_{name}_vs_{BASELINE}", figure, name, BASELINE)
     report.notes.append(f"a needle: {NUM_SLOTS} letters, farther back than windows reach through all layers")
     report.notes.append("bytes of KV are those of pages; freeing pages outside the window saves more")
 
@@ -251,17 +251,10 @@ def measure_prefill(options: Options, report: Report, shown: Progress) -> None:
         "KV in all layers": prompt_pass(options, ()),
         "KV in the first half": prompt_pass(options, tuple(min(layer, half - 1) for layer in range(PREFILL_LAYERS))),
     }
-    times: dict[str, list[float]] = {name: [] for name in passes}
-    for turn in range(options.reps + 1):
-        for name, compute in passes.items():
-            started_s = time.perf_counter()
-            compute()
-            if turn:  # the first one is a warm-up
-                times[name].append((time.perf_counter() - started_s) * 1e3)
-        tell(shown, f"prompts: {turn} of {options.reps} timings")
-    for name, values in times.items():
-        report.add(Figure(name, "prompt", "ms", tuple(values), params={"tokens": options.prompt_tokens}))
-    report.compare("prefill_speedup_half", *(report.find(name, "prompt") for name in passes))
+    times = in_turns(passes, options.reps, tell=lambda reps: tell(shown, f"prompts: {reps} of {options.reps} timings"))
+    for name, taken in times.items():
+        report.add(Figure(name, "prompt", "ms", milliseconds(taken), params={"tokens": options.prompt_tokens}))
+    report.compare_subjects("prefill_speedup_half", "prompt", *passes)
 
 
 def prompt_pass(options: Options, sources: tuple[int, ...]) -> Callable[[], object]:

@@ -12,9 +12,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.shared.prompts import random_prompt
 from mooncake.app.flags import Flags, positive
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
@@ -29,7 +31,6 @@ from mooncake.precision import WeightFormat
 from mooncake.sampling import SamplingParams
 
 BLOCK = 64
-MIN_TOKEN = 100  # ids below are often special
 RUNNING_PROMPT, RUNNING_TOKENS = 64, 900  # of running answers: long enough not to end during a long prompt
 NOTES = (
     "gap: between two tokens of an answer under way, from the arrival of the long prompt to its first token; the "
@@ -138,12 +139,10 @@ def _engines(checkpoint: Checkpoint, options: Options, ways: dict[str, tuple[int
 
 def _turn(engine: Engine, vocab: int, options: Options, rep: int) -> Turn:
     draw = random.Random(f"{options.seed} {rep}")
-    first = min(MIN_TOKEN, vocab - 1)
 
     def sequence(name: str, length: int, max_tokens: int) -> Sequence:
-        tokens = torch.tensor([draw.randrange(first, vocab) for _ in range(length)], dtype=torch.int64)
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        ids = tokens.numpy().astype("uint32")
+        ids = np.array(random_prompt(draw, vocab, length), np.uint32)
         limit = engine.config.max_model_len
         return Sequence(name, ids, length, sampling, Chain(b"bench"), eos_ids=(), max_model_len=limit)
 
@@ -181,5 +180,5 @@ def _p99(values: list[float]) -> float:
 
 def _compare(report: Report) -> None:
     for way in ("chunks", "limit"):
-        report.compare(f"gap_{way}_shorter", report.find("whole", "gap_p99"), report.find(way, "gap_p99"))
-        report.compare(f"prefill_{way}_vs_whole", report.find(way, "prefill"), report.find("whole", "prefill"))
+        report.compare_subjects(f"gap_{way}_shorter", "gap_p99", "whole", way)
+        report.compare_subjects(f"prefill_{way}_vs_whole", "prefill", way, "whole")

@@ -94,12 +94,10 @@ def parse(args: list[str]) -> Options:
     given = flags.read(args)
     if given.policy not in POLICIES:
         raise ConfigError(f"no policy is called {given.policy!r}; there are: {', '.join(POLICIES)}")
-    nodes = numbers("--nodes", given.nodes, 2)
+    given.nodes = numbers("--nodes", given.nodes, 2)
     if min(given.decisions, given.prompt_blocks) < 1 or given.blocks < 0:
         raise ConfigError("--decisions and --prompt-blocks must be at least 1, --blocks at least 0")
-    return Options(
-        nodes, given.blocks, given.prompt_blocks, given.decisions, given.reps, given.policy, given.seed, given.json
-    )
+    return Options(**vars(given))
 
 
 def measure(options: Options, report: Report, shown: Progress) -> None:

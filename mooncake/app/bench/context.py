@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -77,14 +77,14 @@ def parse(args: list[str]) -> Options:
     add("--repeat", type=int, default=3, help="timings per measurement")
     flags.json_file()
     given = flags.read(args)
-    methods = tuple(given.methods.split(","))
-    if unknown := set(methods) - set(ways):
+    given.methods = tuple(given.methods.split(","))
+    if unknown := set(given.methods) - set(ways):
         raise ConfigError(f"--methods are of {', '.join(ways)}, not {', '.join(sorted(unknown))}")
     if given.ranks < 2 or given.repeat < 1:
         raise ConfigError("--ranks must be at least 2, --repeat at least 1")
     if not LEAST_TOKENS <= given.tail < given.tokens:
         raise ConfigError(f"--tail is at least {LEAST_TOKENS}, what is cut over ranks, and less than --tokens")
-    return Options(given.model, given.tokens, given.tail, given.ranks, methods, given.repeat, given.json)
+    return Options(**vars(given))
 
 
 class Bench:
@@ -97,18 +97,8 @@ class Bench:
         vocab = checkpoint.config.vocab_size
         tokens = torch.from_numpy(np.random.default_rng(report.seed).integers(0, vocab, options.tokens))
         whole = ForwardBatch.of_prompt(tokens, BLOCK_TOKENS, torch.tensor([options.tokens - 1]))
-        behind = slice(options.tokens - options.tail, None)
-        self._steps = {
-            "whole prompt": whole,
-            "behind a prefix": replace(
-                whole,
-                tokens=tokens[behind],
-                positions=whole.positions[behind],
-                query_starts=torch.tensor([0, options.tail], dtype=torch.int32),
-                slots=whole.slots[behind],
-                logit_rows=torch.tensor([options.tail - 1]),
-            ),
-        }
+        behind = whole.part(options.tokens - options.tail, options.tokens)
+        self._steps = {"whole prompt": whole, "behind a prefix": behind}
 
     def measure(self, method: str, shown: Progress) -> None:
         options = self._options
@@ -130,10 +120,9 @@ class Bench:
                 for way, values in self._times(batch, ways, shown).items():
                     self._report.add(Figure(way, "forward pass", "ms", tuple(values), params=params))
                 self._tell_bytes(batch, cut, setup, over_ranks, params)
-                alone, threads, ranks = (self._report.find(way, "forward pass", **params) for way in ways)
-                name = f"{step.replace(' ', '_')}_{method}"
-                self._report.compare(f"speedup_{name}", alone, ranks)
-                self._report.compare(f"vs_threads_{name}", threads, ranks)
+                for ratio, other in (("speedup", ALONE), ("vs_threads", together)):
+                    name = f"{ratio}_{step.replace(' ', '_')}_{method}"
+                    self._report.compare_subjects(name, "forward pass", other, over_ranks, **params)
 
     def _times(
         self, batch: ForwardBatch, ways: dict[str, tuple[AnyModel, int]], shown: Progress

@@ -18,8 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 from rich.progress import Progress
 
-from mooncake.app.bench.engine_options import MAX_MODEL_LEN, Options, parse
-from mooncake.app.bench.kernels import (
+from mooncake.app.bench.engine_parts.kernels import (
     SPIN_S,
     Memory,
     decode_attention_s,
@@ -28,10 +27,13 @@ from mooncake.app.bench.kernels import (
     shared_prefix_s,
     weight_bytes,
 )
+from mooncake.app.bench.engine_parts.options import MAX_MODEL_LEN, Options, parse
 from mooncake.app.bench.peers.engine import PeerEngine
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.own import OwnEngine, median_outside_s
 from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.bench.shared.prompts import MIN_TOKEN, random_prompt
+from mooncake.app.bench.shared.timing import milliseconds
 from mooncake.app.extras import require
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.contract import EngineConfig
@@ -47,8 +49,8 @@ DRAWN_BATCH, DRAWN_LOGITS = 32, 3.0  # rows of normal logits with this standard 
 DRAWS = {"temperature": (1.0, 1.0), "top_p": (0.7, 0.9)}  # temperature and top-p of each way to draw
 TURNS = 6  # timings of what takes milliseconds, per repetition of what takes seconds
 SINGLE_STEPS = "decode, single steps"
+ATTENTION = "decode attention, one layer"
 DRAWING = "drawing tokens"
-MIN_TOKEN = 100  # ids below are often special
 NOTES = (
     "prefill: the time of 1 token after new prompts; decode: the difference that n more tokens make, with the prompts "
     "cached where the engine can",
@@ -101,7 +103,7 @@ def measure(options: Options, report: Report, shown: Progress) -> list[str]:
     with ExitStack() as stack:
         peers = [stack.enter_context(_peer(name, checkpoint, options, stack, shown)) for name in options.against]
         for peer in peers:
-            report.config[peer.name] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
+            report.config[peer.name] = peer.facts
         bench = EngineBench([own, *others, *peers], checkpoint.config.vocab_size, options, report, shown)
         bench.run()
         return bench.lost
@@ -168,7 +170,7 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
     shape = {"batch": batch, "context": ATTENTION_CONTEXT}
     sdpa = min(ways["sdpa_groups"], ways["sdpa_rows"], key=min)
     for subject, times in ((OURS, ways["ours"]), ("sdpa, contiguous", sdpa), ("gather + sdpa", ways["gather_sdpa"])):
-        report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
+        report.add(Figure(subject, ATTENTION, "ms", milliseconds(times), params=shape))
 
     tell(shown, "attention over a shared prefix")
     shape = {"batch": SHARED_BATCH, "prefix": SHARED_PREFIX}
@@ -178,7 +180,7 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
     if own.cache.num_blocks >= needed:
         ways = shared_prefix_s(own.cache.tensor, checkpoint.config.num_heads, *sizes, 5 * reps)
         for subject, times in ((OURS, ways["shared"]), (f"{OURS}, a copy each", ways["copies"])):
-            report.add(Figure(subject, "decode attention, one layer", "ms", _ms(times), params=shape))
+            report.add(Figure(subject, ATTENTION, "ms", milliseconds(times), params=shape))
 
     tell(shown, "drawing tokens")
     logits = DRAWN_LOGITS * torch.randn(DRAWN_BATCH, checkpoint.config.vocab_size)
@@ -186,7 +188,7 @@ def measure_machine(own: OwnEngine, checkpoint: Checkpoint, options: Options, re
         ways = drawing_s(own.drawing(logits, temperature, top_p), logits, temperature, top_p, reps)
         shape = {"batch": DRAWN_BATCH, "temperature": temperature, "top_p": top_p}
         for subject, times in ((OURS, ways["ours"]), ("torch", ways["torch"])):
-            report.add(Figure(subject, DRAWING, "ms", _ms(times), params=shape))
+            report.add(Figure(subject, DRAWING, "ms", milliseconds(times), params=shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,14 +274,14 @@ class EngineBench:
         if rep + 1 < self.options.reps or not steps:
             return
         shape: dict[str, Value] = {"batch": batch, "context": self.options.prompt_tokens}
-        step_ms = _ms(sorted(step.step_s for step in steps))
+        step_ms = milliseconds(sorted(step.step_s for step in steps))
         outside_s, scan_s = median_outside_s(steps), own.choosing_s(batch)
         own_s = max(outside_s - scan_s, 0.0)  # the scan was timed separately, and may have been slower then
         self.report.add(
             Figure(OURS, "decode step", "ms", step_ms, params=shape),
-            Figure(OURS, "decode step outside the model", "ms", _ms([outside_s]), params=shape),
-            Figure(OURS, "of it, scanning logits", "ms", _ms([scan_s]), params=shape),
-            Figure(OURS, "of it, Python's own", "ms", _ms([own_s]), params=shape),
+            Figure(OURS, "decode step outside the model", "ms", milliseconds([outside_s]), params=shape),
+            Figure(OURS, "of it, scanning logits", "ms", milliseconds([scan_s]), params=shape),
+            Figure(OURS, "of it, Python's own", "ms", milliseconds([own_s]), params=shape),
         )
 
     def _measure_ttft(self, draw: random.Random) -> None:
@@ -293,7 +295,7 @@ class EngineBench:
             cold, repeated = [turn.cold_s for turn in turns], [s for turn in turns for s in turn.repeated_s]
             for name, times in (("TTFT, cold", cold), ("TTFT, repeated", repeated)):
                 if times:
-                    self.report.add(Figure(engine, name, "ms", _ms(times), params=shape))
+                    self.report.add(Figure(engine, name, "ms", milliseconds(times), params=shape))
 
     def _repetition(self, rep: int) -> str:
         return f"repetition {rep + 1} of {self.options.reps}"
@@ -310,8 +312,7 @@ class EngineBench:
             return []
 
     def _prompts(self, draw: random.Random, batch: int, length: int) -> list[list[int]]:
-        first = min(MIN_TOKEN, self.vocab_size - 1)
-        return [[draw.randrange(first, self.vocab_size) for _ in range(length)] for _ in range(batch)]
+        return [random_prompt(draw, self.vocab_size, length) for _ in range(batch)]
 
 
 def compare(report: Report, options: Options) -> None:
@@ -319,33 +320,25 @@ def compare(report: Report, options: Options) -> None:
     for peer in options.against:
         for batch in options.batches:
             for name in ("decode", "prefill"):
-                ratio = f"{name}_b{batch}_vs_{peer}"
-                report.compare(ratio, *(report.find(who, name, batch=batch) for who in (OURS, peer)))
-        widest = max(options.batches)
-        report.compare(f"prefill_vs_{peer}", *(report.find(who, "prefill", batch=widest) for who in (OURS, peer)))
-        for name, figure in (("ttft_cold", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
-            report.compare(f"{name}_vs_{peer}", *(report.find(who, figure) for who in (OURS, peer)))
+                report.compare_subjects(f"{name}_b{batch}_vs_{peer}", name, OURS, peer, batch=batch)
+        report.compare_subjects(f"prefill_vs_{peer}", "prefill", OURS, peer, batch=max(options.batches))
+        for ratio, name in (("ttft_cold", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
+            report.compare_subjects(f"{ratio}_vs_{peer}", name, OURS, peer)
     for weights in options.also:
         for batch in options.batches:
             for name in ("decode", "prefill"):
-                both = (report.find(who, name, batch=batch) for who in (f"{OURS} {weights}", OURS))
-                report.compare(f"{name}_b{batch}_{weights}_vs_own_{options.dtype}", *both)
-    report.compare("decode_b1_vs_roofline", *(report.find(who, SINGLE_STEPS) for who in (OURS, "limit")))
-    attention = "decode attention, one layer"
+                ratio = f"{name}_b{batch}_{weights}_vs_own_{options.dtype}"
+                report.compare_subjects(ratio, name, f"{OURS} {weights}", OURS, batch=batch)
+    report.compare_subjects("decode_b1_vs_roofline", SINGLE_STEPS, OURS, "limit")
     for ratio, other in (("attention_b32_vs_sdpa", "sdpa, contiguous"), ("attention_b32_vs_gather", "gather + sdpa")):
-        both = (report.find(who, attention, context=ATTENTION_CONTEXT) for who in (OURS, other))
-        report.compare(ratio, *both)
-    alone = (report.find(who, attention, prefix=SHARED_PREFIX) for who in (OURS, f"{OURS}, a copy each"))
-    report.compare("attention_shared_prefix_vs_copies", *alone)
+        report.compare_subjects(ratio, ATTENTION, OURS, other, context=ATTENTION_CONTEXT)
+    copies = f"{OURS}, a copy each"
+    report.compare_subjects("attention_shared_prefix_vs_copies", ATTENTION, OURS, copies, prefix=SHARED_PREFIX)
     for way, (_, top_p) in DRAWS.items():
-        report.compare(f"draw_{way}_vs_torch", *(report.find(who, DRAWING, top_p=top_p) for who in (OURS, "torch")))
+        report.compare_subjects(f"draw_{way}_vs_torch", DRAWING, OURS, "torch", top_p=top_p)
     report.compare("ttft_prefix_vs_cold", *(report.find(OURS, figure) for figure in ("TTFT, repeated", "TTFT, cold")))
     report.notes += NOTES
     if "vllm" in options.against and options.vllm_dtype != options.dtype:
         report.notes.append(f"vLLM ran in {options.vllm_dtype}, ours in {options.dtype}")
     if "llama.cpp" in options.against:
         report.notes.append("llama.cpp computed with the codes of the file, and kept KV in float16")
-
-
-def _ms(times: Sequence[float]) -> tuple[float, ...]:
-    return tuple(1e3 * s for s in times)

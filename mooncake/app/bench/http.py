@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 from rich.progress import Progress
 
-from mooncake.app.bench.http_client import ServedByHttp
-from mooncake.app.bench.load_options import FIRST_TOKENS, LoadOptions, add_load_flags, load_options
+from mooncake.app.bench.load.http_client import ServedByHttp
+from mooncake.app.bench.load.options import FIRST_TOKENS, LoadOptions, add_load_flags, load_options
+from mooncake.app.bench.load.traffic import Served, Traffic
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.server import PeerServer
 from mooncake.app.bench.report import Figure, Report, Value, tell
-from mooncake.app.bench.traffic import Served, Traffic
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.cluster.preflight import available_cores
 from mooncake.app.cluster.role_main import run_async, unless_stopped
@@ -93,7 +93,7 @@ def _start_vllm(
         max_model_len=options.config.model.max_model_len,
     )
     stack.enter_context(peer)
-    report.config[VLLM] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
+    report.config[VLLM] = peer.facts
     return peer
 
 
@@ -179,7 +179,6 @@ def compare(report: Report, options: LoadOptions) -> None:
     for ours in (CLUSTER, COUPLED):
         for clients in options.concurrency:
             for ratio, name in (("output", "output"), ("ttft_p50", "TTFT p50"), ("tbt_p99", "TBT p99")):
-                found = (report.find(subject, name, clients=clients) for subject in (ours, VLLM))
-                report.compare(f"{ratio}_{clients}_{ours}_vs_vllm", *found)
+                report.compare_subjects(f"{ratio}_{clients}_{ours}_vs_vllm", name, ours, VLLM, clients=clients)
         for ratio, name in (("ttft", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
-            report.compare(f"{ratio}_{ours}_vs_vllm", report.find(ours, name), report.find(VLLM, name))
+            report.compare_subjects(f"{ratio}_{ours}_vs_vllm", name, ours, VLLM)

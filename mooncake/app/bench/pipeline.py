@@ -22,6 +22,7 @@ import torch
 from rich.progress import Progress
 
 from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.bench.shared.prompts import MIN_TOKEN
 from mooncake.app.flags import Flags
 from mooncake.app.outputs import output_file
 from mooncake.app.plots import write_timeline
@@ -36,7 +37,6 @@ from mooncake.model.parallel.pipeline import PipelineModel, StepTimes
 from mooncake.precision import FLOAT32, resolve_precision
 
 BLOCK_TOKENS = 64
-MIN_TOKEN = 100  # ids below are often special
 ONE, ONE_IN_PIECES, ALL_THREADS = "one process", "one process, in pieces", "one process, all threads"
 EQUAL_COST, EQUAL_LENGTH, FASTEST = "stages, equal cost", "stages, equal length", "stages, as many as pay"
 NOTES = (
@@ -100,23 +100,13 @@ def parse(args: list[str]) -> Options:
     add("--plot", type=output_file, metavar="FILE", help="draw the timeline of the stages (.png, .svg)")
     flags.json_file()
     given = flags.read(args)
-    tokens, chunk_tokens = _numbers("--tokens", given.tokens), _numbers("--chunk-tokens", given.chunk_tokens)
+    given.tokens = _numbers("--tokens", given.tokens)
+    given.chunk_tokens = _numbers("--chunk-tokens", given.chunk_tokens)
     if given.stages < 2 or min(given.pieces, given.threads, given.repeat) < 1:
         raise ConfigError("--stages must be at least 2, --pieces, --threads and --repeat at least 1")
-    if min(tokens) < given.pieces or min(chunk_tokens) < 1:
+    if min(given.tokens) < given.pieces or min(given.chunk_tokens) < 1:
         raise ConfigError("--tokens must be at least --pieces, and --chunk-tokens at least 1")
-    return Options(
-        given.model,
-        tokens,
-        given.stages,
-        given.pieces,
-        chunk_tokens,
-        given.threads,
-        given.repeat,
-        given.seed,
-        given.plot,
-        given.json,
-    )
+    return Options(**vars(given))
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import pydoc_data.topics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,9 @@ from rich.progress import Progress
 
 import mooncake.kernels as kernels
 import mooncake.model as models
-from mooncake.app.bench.kernels import weight_bytes
+from mooncake.app.bench.engine_parts.kernels import weight_bytes
 from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.shared.prompts import TEXT, text_windows
 from mooncake.app.flags import Flags, names
 from mooncake.app.key_scales import measured
 from mooncake.app.outputs import output_file
@@ -73,7 +73,7 @@ def main(args: list[str]) -> None:
     options = parse(args)
     torch.set_num_threads(options.threads)
     config = {"model": Path(options.model).name, "tokens": options.tokens, "window": options.window}
-    report = Report("quality", {**config, "text": "pydoc_data.topics of the Python in use"}, seed=0)
+    report = Report("quality", {**config, "text": TEXT}, seed=0)
     with report.measuring("computing") as shown:
         measure(options, report, shown)
     compare(report, options)
@@ -91,18 +91,11 @@ def parse(args: list[str]) -> Options:
     add("--resume", type=output_file, metavar="FILE", help="save results in this file, and continue from it")
     flags.json_file()
     given = flags.read(args)
-    formats = names("--formats", given.formats, FORMATS, may_be_none=True)
     if given.window < 2 or given.tokens < given.window or given.threads < 1:
         raise ConfigError("--window must be at least 2, --tokens at least --window, --threads at least 1")
-    return Options(
-        model=given.model,
-        formats=tuple(dict.fromkeys((BASELINE, *formats))),
-        tokens=given.tokens,
-        window=given.window,
-        threads=given.threads,
-        resume=given.resume,
-        json=given.json,
-    )
+    formats = names("--formats", given.formats, FORMATS, may_be_none=True)
+    given.formats = tuple(dict.fromkeys((BASELINE, *formats)))
+    return Options(**vars(given))
 
 
 def measure(options: Options, report: Report, shown: Progress) -> None:
@@ -167,16 +160,6 @@ def matrix_bytes(checkpoint: Checkpoint, precision: Precision) -> int:
     return itemsize * (weight_bytes(checkpoint.config, 1) - in_groups) + group_bytes
 
 
-def text_windows(checkpoint: Checkpoint, num_tokens: int, window: int) -> npt.NDArray[np.int64]:
-    """Token ids ``[windows, window]``. Raises ConfigError when the text is shorter."""
-    topics = pydoc_data.topics.topics
-    ids = checkpoint.load_tokenizer().encode("\n\n".join(topics[name] for name in sorted(topics)))
-    count = num_tokens // window
-    if len(ids) < count * window:
-        raise ConfigError(f"the text has {len(ids)} tokens; --tokens asks for {num_tokens}")
-    return ids[: count * window].reshape(count, window).astype(np.int64)
-
-
 def window_losses(model: CausalLM, layout: KVLayout, windows: npt.NDArray[np.int64]) -> Iterator[float]:
     """Negative log-likelihood of each window: of its tokens after the first, each given those before it."""
     length = windows.shape[1]
@@ -197,5 +180,5 @@ def compare(report: Report, options: Options) -> None:
             ("kv_bytes", "KV of a token"),
             ("weight_bytes", "weights read by a decode step"),
         ):
-            report.compare(f"{ratio}_{name}_vs_{BASELINE}", *(report.find(who, figure) for who in (name, BASELINE)))
+            report.compare_subjects(f"{ratio}_{name}_vs_{BASELINE}", figure, name, BASELINE)
     report.notes.append("perplexity: ratio to float32's on the same text; 1.005 is half a percent more")

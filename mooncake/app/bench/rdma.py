@@ -141,8 +141,8 @@ def _measure(size: int, device: str, gid_index: int, options: Options, report: R
         report.add(Figure(subject, name, "GB/s", tuple(values), more_is_better=True, params=params))
         report.add(Figure(subject, f"{name}: late acks", "", tuple(late[subject, name]), params=params))
     for name in ("write", "read"):
-        ours, theirs = (report.find(subject, name, KiB=size >> 10) for subject in ("mooncake", "perftest"))
-        report.compare(f"{name}_{size >> 10}KiB_vs_ib_{name}_bw", ours, theirs)
+        ratio = f"{name}_{size >> 10}KiB_vs_ib_{name}_bw"
+        report.compare_subjects(ratio, name, "mooncake", "perftest", KiB=size >> 10)
 
 
 def _late_acknowledgements(device: str) -> float:

@@ -106,6 +106,10 @@ class Report:
         if ours is not None and theirs is not None and theirs.best > 0:
             self.ratios[ratio] = ours.best / theirs.best
 
+    def compare_subjects(self, ratio: str, name: str, ours: str, theirs: str, **params: Value) -> None:
+        """The same for one figure of two subjects."""
+        self.compare(ratio, self.find(ours, name, **params), self.find(theirs, name, **params))
+
     def finish(self, file: Path | None) -> None:
         """Print the table and the JSON line; write the line to ``file`` too. The line is the last one on stdout.
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 from rich.progress import Progress
 
-from mooncake.app.bench.load_options import FIRST_TOKENS, LoadOptions, add_load_flags, load_options
+from mooncake.app.bench.load.options import FIRST_TOKENS, LoadOptions, add_load_flags, load_options
+from mooncake.app.bench.load.traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
 from mooncake.app.bench.peers.engine import PeerEngine
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.own import OwnEngine
 from mooncake.app.bench.report import Figure, Report, Value, tell
-from mooncake.app.bench.traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.cluster.preflight import available_cores
 from mooncake.app.cluster.role_main import run_async, unless_stopped
@@ -235,17 +235,13 @@ def measure_vllm(options: Options, report: Report, shown: Progress) -> None:
     shape: dict[str, Value] = {"prompt": options.load.long_tokens}
     report.add(Figure("vllm", "TTFT, cold", "ms", tuple(cold), params=shape))
     report.add(Figure("vllm", "TTFT, repeated", "ms", tuple(hit), params=shape))
-    report.config["vllm"] = {"start_s": round(peer.start_s, 1), "preload": peer.preload, **peer.versions}
+    report.config["vllm"] = peer.facts
 
 
 def compare(report: Report, options: Options) -> None:
     """Add the ratios to the report. ``cluster`` without a transport is the first transport's."""
     first = _cluster(options.transports[0])
-    most = max(options.load.concurrency)
-
-    def add(ratio: str, name: str, ours: str, theirs: str, **shape: Value) -> None:
-        report.compare(ratio, report.find(ours, name, **shape), report.find(theirs, name, **shape))
-
+    most, add = max(options.load.concurrency), report.compare_subjects
     for ratio, name in (("ttft", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
         add(f"{ratio}_cluster_vs_engine", name, first, COUPLED)
         add(f"{ratio}_vs_vllm", name, first, "vllm")

@@ -67,11 +67,7 @@ def main(args: list[str]) -> None:
             tell(shown, f"batch {batch} is done")
     for batch in (1, 4):
         for task in ("copying", "free"):
-            report.compare(
-                f"{task}_b{batch}",
-                report.find("guesses", task, batch=batch),
-                report.find("plain", task, batch=batch),
-            )
+            report.compare_subjects(f"{task}_b{batch}", task, "guesses", "plain", batch=batch)
     report.finish(options.json)
 
 

@@ -83,8 +83,7 @@ def main(args: list[str]) -> None:
                 report.add(Figure(who, what, "GB/s", tuple(rates), more_is_better=True, params={"KiB": kib}))
             for what in ("read", "write"):
                 for peer in [who for who in turns if who != OURS]:
-                    ours, theirs = report.find(OURS, what, KiB=kib), report.find(peer, what, KiB=kib)
-                    report.compare(f"{what}_{kib}KiB_vs_{peer}", ours, theirs)
+                    report.compare_subjects(f"{what}_{kib}KiB_vs_{peer}", what, OURS, peer, KiB=kib)
     for what in ("read", "write"):
         if (ratio := report.ratios.get(f"{what}_1024KiB_vs_{FIO}")) is not None:
             report.ratios[f"{what}_vs_{FIO}"] = ratio

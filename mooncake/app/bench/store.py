@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
-import struct
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -25,11 +24,12 @@ from rich.progress import Progress
 
 import kvstore
 from kvstore.node import StoreNode
-from kvstore.transfer.sockets import tune
-from mooncake.app.bench.memory import Memory, pages, random_pages
 from mooncake.app.bench.peers.process import PeerProcess
 from mooncake.app.bench.peers.spawned import spawned
 from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.shared.bare_socket import BareSocket, serve
+from mooncake.app.bench.shared.memory import Memory, pages, random_pages
+from mooncake.app.bench.shared.timing import median_us, repeated
 from mooncake.app.flags import Flags, names
 from mooncake.config import load_config
 from mooncake.errors import InternalError
@@ -40,10 +40,8 @@ MEMORY_BYTES = 256 << 20  # of the client, which blocks are put from and read in
 EXISTS = 250
 BATCH = 16
 MAX_REMOVED = 4096  # keys per call
-DEADLINE_S = 30.0
 OURS, THEIRS, SOCKET, COPY = "ours", "mooncake-store", "socket", "memcpy"
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20)
-_REQUEST = struct.Struct("<?II")  # is_get, offset, bytes
 SCRIPT = Path(__file__).with_name("peers") / "store_script.py"
 NOTES = (
     f"GB = 1e9 bytes; one caller, one block per call except in batches; {MEMORY_BYTES >> 20} MiB of stored blocks are "
@@ -151,19 +149,18 @@ def compare(report: Report) -> None:
     for size in SIZES:
         label = f"{size >> 20}MiB" if size >= 1 << 20 else f"{size >> 10}KiB"
         for operation in ("get", "put"):
-            params = {"KiB": size >> 10}
-            names = (f"{OURS} tcp", f"{OURS} shm", THEIRS, SOCKET, COPY)
-            ours, shm, theirs, bare, copy = (report.find(name, operation, **params) for name in names)
-            report.compare(f"{operation}_{label}_vs_mooncake", ours, theirs)
-            report.compare(f"{operation}_{label}_vs_socket", ours, bare)
-            report.compare(f"socket_{operation}_{label}_vs_mooncake", bare, theirs)
-            report.compare(f"memcpy_{operation}_{label}_vs_mooncake", copy, theirs)
-            report.compare(f"shm_{operation}_{label}_vs_mooncake", shm, theirs)
-            report.compare(f"shm_{operation}_{label}_vs_memcpy", shm, copy)
+            for ratio, ours, theirs in (
+                (f"{operation}_{label}_vs_mooncake", f"{OURS} tcp", THEIRS),
+                (f"{operation}_{label}_vs_socket", f"{OURS} tcp", SOCKET),
+                (f"socket_{operation}_{label}_vs_mooncake", SOCKET, THEIRS),
+                (f"memcpy_{operation}_{label}_vs_mooncake", COPY, THEIRS),
+                (f"shm_{operation}_{label}_vs_mooncake", f"{OURS} shm", THEIRS),
+                (f"shm_{operation}_{label}_vs_memcpy", f"{OURS} shm", COPY),
+            ):
+                report.compare_subjects(ratio, operation, ours, theirs, KiB=size >> 10)
     name = f"exists, {EXISTS} keys"
     for label, transport in (("", "tcp"), ("shm_", "shm")):
-        ours = report.find(f"{OURS} {transport}", name)
-        report.compare(f"{label}exists_250_time_vs_mooncake", ours, report.find(THEIRS, name))
+        report.compare_subjects(f"{label}exists_250_time_vs_mooncake", name, f"{OURS} {transport}", THEIRS)
 
 
 # The subjects
@@ -203,8 +200,7 @@ class _Ours:
             began = time.perf_counter()
             await call(len(taken))
             taken.append(time.perf_counter() - began)
-        elapsed = time.perf_counter() - started
-        return Answer(len(taken), elapsed, sorted(taken)[len(taken) // 2] * 1e6)
+        return Answer(len(taken), time.perf_counter() - started, median_us(taken))
 
     async def _prepare(self, operation: str, size: int) -> Callable[[int], Awaitable[None]]:
         pool = self._client
@@ -270,47 +266,28 @@ class _Copy:
         def copy(at: int) -> None:
             np.copyto(self._target[at : at + size], self._source[at : at + size])
 
-        return _repeated(copy, size, seconds)
+        return _at_all_places(copy, size, seconds)
 
 
 class _Socket:
-    """The fewest system calls that move a block over TCP: the practical limit."""
-
     name = SOCKET
 
     def __init__(self, address: tuple[str, int], memory: Memory) -> None:
-        self._memory = memory.data
-        self._sock = socket.create_connection(address, DEADLINE_S)
-        tune(self._sock)
-        self._sock.setblocking(True)
+        self._socket = BareSocket(address, memory.data)
 
     def turn(self, operation: str, size: int, seconds: float) -> Answer | None:
         if operation not in ("get", "put"):
             return None
-
-        def get(at: int) -> None:
-            self._sock.sendall(_REQUEST.pack(True, at, size))
-            self._sock.recv_into(self._memory[at : at + size], size, socket.MSG_WAITALL)
-
-        def put(at: int) -> None:
-            self._sock.sendmsg([_REQUEST.pack(False, at, size)], (), socket.MSG_MORE)
-            self._sock.sendall(self._memory[at : at + size])
-            self._sock.recv(1)
-
-        return _repeated(get if operation == "get" else put, size, seconds)
+        call = self._socket.read if operation == "get" else self._socket.write
+        return _at_all_places(lambda at: call(at, size), size, seconds)
 
 
-def _repeated(call: Callable[[int], None], size: int, seconds: float) -> Answer:
+def _at_all_places(call: Callable[[int], None], size: int, seconds: float) -> Answer:
     """Repeat ``call`` for ``seconds``, at one offset of the memory after the other."""
     places = MEMORY_BYTES // size
-    taken: list[float] = []
     call(0)  # warm-up
-    started = time.perf_counter()
-    while not taken or time.perf_counter() < started + seconds:
-        began = time.perf_counter()
-        call(len(taken) % places * size)
-        taken.append(time.perf_counter() - began)
-    return Answer(len(taken), time.perf_counter() - started, sorted(taken)[len(taken) // 2] * 1e6)
+    taken, elapsed_s = repeated(lambda number: call(number % places * size), seconds)
+    return Answer(len(taken), elapsed_s, median_us(taken))
 
 
 class _Theirs:
@@ -327,25 +304,17 @@ class _Theirs:
 
 
 def _drain(control: Connection) -> None:
-    """The other end of ``_Socket``."""
+    """The other end of the bare socket."""
     memory = random_pages(MEMORY_BYTES, 0).data
     listener = socket.create_server(("127.0.0.1", 0))
     control.send(listener.getsockname())
-    sock, _ = listener.accept()
-    tune(sock)
-    while request := sock.recv(_REQUEST.size, socket.MSG_WAITALL):
-        is_get, at, size = _REQUEST.unpack(request)
-        if is_get:
-            sock.sendall(memory[at : at + size])
-        else:
-            sock.recv_into(memory[at : at + size], size, socket.MSG_WAITALL)
-            sock.sendall(b"k")
+    serve(listener, memory)
 
 
 def _keep(control: Connection, block_bytes: int) -> None:
     """Run a store node with the default configuration, and send its address."""
 
-    async def serve() -> None:
+    async def run() -> None:
         size = f"store.dram_gb={POOL_BYTES / 1e9 + 1e-6}"
         node = StoreNode(load_config(None, [size]), block_bytes, join_cluster=False)
         await node.start()
@@ -353,4 +322,4 @@ def _keep(control: Connection, block_bytes: int) -> None:
         control.send(node.control_address)
         await asyncio.get_running_loop().create_future()
 
-    asyncio.run(serve())
+    asyncio.run(run())

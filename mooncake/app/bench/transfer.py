@@ -6,13 +6,12 @@ memory copy, over TCP on this machine. Also the rate and the stalls when one of 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,13 +25,14 @@ from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import ReadRange, Request, Transfer, WriteRange
 from kvstore.transfer.server import SegmentServer
-from kvstore.transfer.sockets import tune
 from mooncake.addresses import split_address
-from mooncake.app.bench.memory import Memory, pages, random_pages
 from mooncake.app.bench.peers.process import PeerProcess
 from mooncake.app.bench.peers.rails import Rails
 from mooncake.app.bench.peers.spawned import spawned
 from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.shared.bare_socket import BareSocket, serve
+from mooncake.app.bench.shared.memory import Memory, pages, random_pages
+from mooncake.app.bench.shared.timing import median_us, repeated
 from mooncake.app.flags import Flags, names
 from mooncake.prefault import prefault
 from mooncake.types import SegmentAddress
@@ -142,7 +142,8 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
         if options.mooncake_python:
             peer = PeerProcess(THEIRS, [options.mooncake_python, str(SCRIPT)])
             subjects.append(_Theirs(stack.enter_context(peer)))
-        subjects.append(stack.enter_context(_Bare(bare_address, pid, memory)))
+        bare = stack.enter_context(closing(BareSocket(bare_address, memory.reshape(-1).data)))
+        subjects.append(_Bare(bare, pid))
         subjects.append(_Copy(memory))
         kept: dict[tuple[str, str, int, int], list[Answer]] = {}
         for rep in range(options.reps):
@@ -161,13 +162,12 @@ def compare(report: Report) -> None:
     for operation in ("read", "write"):
         for size, count in TASKS:
             params = {"size": _label(size, count)}
-            if size == 64:
-                _compare(report, f"tcp_{operation}_64B_time", f"{operation} round trip", OURS + " tcp", params)
-                continue
-            label = _label(size, count).replace(" ", "")
-            _compare(report, f"tcp_{operation}_{label}", operation, OURS + " tcp", params)
-            ours = report.find(OURS + " shm", operation, **params)
-            report.compare(f"shm_{operation}_{label}_vs_memcpy", ours, report.find(COPY, operation, **params))
+            label = params["size"].replace(" ", "")
+            name, ratio = (f"{operation} round trip", "64B_time") if size == 64 else (operation, label)
+            for peer, theirs in (("mooncake", THEIRS), ("socket", BARE)):
+                report.compare_subjects(f"tcp_{operation}_{ratio}_vs_{peer}", name, OURS + " tcp", theirs, **params)
+            if size > 64:
+                report.compare_subjects(f"shm_{operation}_{label}_vs_memcpy", operation, OURS + " shm", COPY, **params)
     for size, count in TASKS[1:]:
         label = _label(size, count)
         for who, key in ((OURS + " tcp", "tcp"), (BARE, "socket")):
@@ -180,12 +180,6 @@ def _cpu_ratio(report: Report, who: str, operation: str, label: str) -> float | 
     """CPU seconds per GB, over Mooncake's."""
     figure, theirs = (report.find(each, f"{operation} CPU", size=label) for each in (who, THEIRS))
     return figure.best / theirs.best if figure and theirs else None
-
-
-def _compare(report: Report, ratio: str, name: str, ours: str, params: dict[str, str]) -> None:
-    figure = report.find(ours, name, **params)
-    report.compare(f"{ratio}_vs_mooncake", figure, report.find(THEIRS, name, **params))
-    report.compare(f"{ratio}_vs_socket", figure, report.find(BARE, name, **params))
 
 
 def _add(report: Report, name: str, operation: str, size: int, count: int, answers: Sequence[Answer]) -> None:
@@ -226,19 +220,14 @@ class _Turns:
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._at = 0
+        self._calls = 0  # of all turns
 
     def measured(self, call: Callable[[int], None], places: int, seconds: float) -> Answer:
-        taken: list[float] = []
-        before, started = _cpu_s(self._pid) + time.process_time(), time.perf_counter()
-        while not taken or time.perf_counter() < started + seconds:
-            self._at = (self._at + 1) % places
-            began = time.perf_counter()
-            call(self._at)
-            taken.append(time.perf_counter() - began)
-        elapsed = time.perf_counter() - started
-        used = _cpu_s(self._pid) + time.process_time() - before
-        return Answer(len(taken), elapsed, used, sorted(taken)[len(taken) // 2] * 1e6)
+        first, before_s = self._calls + 1, _cpu_s(self._pid) + time.process_time()
+        taken, elapsed_s = repeated(lambda number: call((first + number) % places), seconds)
+        used_s = _cpu_s(self._pid) + time.process_time() - before_s
+        self._calls += len(taken)
+        return Answer(len(taken), elapsed_s, used_s, median_us(taken))
 
 
 class _Ours(_Turns):
@@ -251,55 +240,33 @@ class _Ours(_Turns):
 
     def turn(self, operation: str, size: int, count: int, seconds: float) -> Answer:
         call = self._read if operation == "read" else self._write
-        return self.measured(lambda at: call(at, size, count), _places(size, count), seconds)
+        return self.measured(lambda at: call(_rows(at, size, count), size), _places(size, count), seconds)
 
-    def _read(self, at: int, size: int, count: int) -> None:
-        rows = _rows(at, size, count)
-        parts = [self._memory[block, start : start + size].data for block, start in rows]
-        ranges = [ReadRange(block, start, part) for (block, start), part in zip(rows, parts, strict=True)]
+    def _read(self, rows: list[tuple[int, int]], size: int) -> None:
+        ranges = [ReadRange(block, start, self._memory[block, start : start + size].data) for block, start in rows]
         self._engine.read(self._address, ranges, time.monotonic() + DEADLINE_S, checksum_bytes=min(size, SUM_BYTES))
 
-    def _write(self, at: int, size: int, count: int) -> None:
-        rows = _rows(at, size, count)
-        parts = [self._memory[block, start : start + size].data for block, start in rows]
-        ranges = [WriteRange(block, start, part, EPOCH) for (block, start), part in zip(rows, parts, strict=True)]
+    def _write(self, rows: list[tuple[int, int]], size: int) -> None:
+        parts = ((block, start, self._memory[block, start : start + size].data) for block, start in rows)
+        ranges = [WriteRange(*part, EPOCH) for part in parts]
         self._engine.write(self._address, ranges, time.monotonic() + DEADLINE_S, checksum_bytes=min(size, SUM_BYTES))
 
 
 class _Bare(_Turns):
-    """A bare socket: a request of 9 bytes, and the payload in one call on each side."""
-
     name = BARE
 
-    def __init__(self, address: tuple[str, int], pid: int, memory: Memory) -> None:
+    def __init__(self, bare: BareSocket, pid: int) -> None:
         super().__init__(pid)
-        self._memory = memory.reshape(-1)
-        self._sock = socket.create_connection(address)
-        tune(self._sock)
-
-    def __enter__(self) -> _Bare:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._sock.close()
+        self._socket = bare
 
     def turn(self, operation: str, size: int, count: int, seconds: float) -> Answer:
-        call = self._read if operation == "read" else self._write
-        return self.measured(lambda at: call(at, size, count), _places(size, count), seconds)
+        move = self._socket.read if operation == "read" else self._socket.write
 
-    def _read(self, at: int, size: int, count: int) -> None:
-        for index in range(count):
-            start = (at * count + index) * size
-            self._sock.sendall(b"r" + start.to_bytes(4, "big") + size.to_bytes(4, "big"))
-            self._sock.recv_into(self._memory[start : start + size].data, size, socket.MSG_WAITALL)
+        def call(at: int) -> None:
+            for index in range(count):
+                move((at * count + index) * size, size)
 
-    def _write(self, at: int, size: int, count: int) -> None:
-        for index in range(count):
-            start = (at * count + index) * size
-            head = b"w" + start.to_bytes(4, "big") + size.to_bytes(4, "big")
-            self._sock.sendall(head, socket.MSG_MORE)
-            self._sock.sendall(self._memory[start : start + size].data)
-            self._sock.recv(1)
+        return self.measured(call, _places(size, count), seconds)
 
 
 class _Copy(_Turns):
@@ -355,24 +322,10 @@ def _own(control: Connection, block_bytes: int, num_blocks: int) -> None:
     server.start()
     server.grant(range(num_blocks), EPOCH)
     listener = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=_serve_bare, args=(listener, segment), daemon=True).start()
+    threading.Thread(target=serve, args=(listener, segment.buffer), daemon=True).start()
     control.send((server.address, listener.getsockname(), os.getpid()))
-    with contextlib.suppress(EOFError):
+    with suppress(EOFError):
         control.recv()
-
-
-def _serve_bare(listener: socket.socket, segment: Segment) -> None:
-    while True:
-        sock, _ = listener.accept()
-        tune(sock)
-        while head := sock.recv(9, socket.MSG_WAITALL):
-            start, size = int.from_bytes(head[1:5], "big"), int.from_bytes(head[5:9], "big")
-            part = segment.buffer[start : start + size]
-            if head[:1] == b"r":
-                sock.sendall(part)
-            else:
-                sock.recv_into(part, size, socket.MSG_WAITALL)
-                sock.sendall(b"k")
 
 
 # Paths that change

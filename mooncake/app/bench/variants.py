@@ -195,7 +195,6 @@ def tell_times(report: Report, timings: dict[str, list[float]], serving: Serving
     params = {"prefix": serving.prefix_tokens}
     for name, values in timings.items():
         report.add(Figure(name, "first token", "ms", tuple(values), params=params))
-    names = list(timings)
-    full, inherited = report.find(names[0], "first token"), report.find(names[1], "first token")
-    report.compare("speedup_first_token", full, inherited)
-    report.compare("kv_first_over_inputs_first", report.find(names[2], "first token"), inherited)
+    full, inherited, kv_first = timings
+    report.compare_subjects("speedup_first_token", "first token", full, inherited)
+    report.compare_subjects("kv_first_over_inputs_first", "first token", kv_first, inherited)

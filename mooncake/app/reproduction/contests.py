@@ -20,9 +20,9 @@ from mooncake.app.reproduction.experiments import SEED, Trace, Traces, first_tok
 from mooncake.app.reproduction.findings import Finding, Row
 from mooncake.app.reproduction.hindsight import ALIKE, RetryProbe, false_rejections, keep_placements, retry_time_errors
 from mooncake.app.sim.cluster import Cluster, load_preset
+from mooncake.app.sim.output.summary import Summary, summarize
 from mooncake.app.sim.requests import Fate, Floats
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.sim.summary import Summary, summarize
 from mooncake.app.traces.files import one_after_another
 from mooncake.trace import TRACE_BLOCK_TOKENS, TraceRequest
 

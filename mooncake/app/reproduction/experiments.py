@@ -17,10 +17,10 @@ from conductor.placement.policies import POLICIES
 from conductor.placement.view import Choice, PlacementQuery
 from mooncake.app.reproduction import verdicts
 from mooncake.app.reproduction.findings import Finding, Row
-from mooncake.app.sim import published
 from mooncake.app.sim.cluster import Cluster, load_preset
+from mooncake.app.sim.output import published
+from mooncake.app.sim.output.summary import Summary, meets, summarize
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.sim.summary import Summary, meets, summarize
 from mooncake.app.traces.files import load_any
 from mooncake.app.traces.shapes import generate
 from mooncake.errors import ConfigError

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from conductor.admission.retry_after import MAX_RETRY_S, WAITS_S
+from mooncake.app.sim.output.summary import meets
 from mooncake.app.sim.requests import Fate, Results, SimRequest
 from mooncake.app.sim.simulation import Simulation
-from mooncake.app.sim.summary import meets
 
 AFTER_S = 90.0  # a refused request could disturb arrivals within this time: more than a queue and an answer take
 EVENTS_A_LOOK = 1000

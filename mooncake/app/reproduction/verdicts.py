@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from conductor.placement.policies import DEFAULT_POLICY
 from mooncake.app.reproduction.findings import Row, Verdict
-from mooncake.app.sim.published import FIG8_TTFT_S, FIG13_ANEW_TTFT_S
+from mooncake.app.sim.output.published import FIG8_TTFT_S, FIG13_ANEW_TTFT_S
 
 Rows = Sequence[Row]
 

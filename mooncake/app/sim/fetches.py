@@ -10,9 +10,9 @@ from mooncake.app.sim.cluster import Cluster
 from mooncake.app.sim.conductor import SimConductor, store_id
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.links import Flow, Network
-from mooncake.app.sim.machines import SimMachines
+from mooncake.app.sim.machines.sim_machines import SimMachines
+from mooncake.app.sim.machines.tiered import TieredCache
 from mooncake.app.sim.requests import SimRequest
-from mooncake.app.sim.tiered import TieredCache
 
 
 class Fetches:
@@ -122,7 +122,7 @@ class Fetches:
         machine = self._machines.prefill[request.prefill_id]
         machine.cache.add(request.keys[:run], [], into_dram=True)  # needed in DRAM now, even if the SSD has it
         request.held = machine.cache.hold(request.keys, machine.cache.match(request.keys[:run]))
-        self._machines.tell_index(machine.name)
+        self._machines.tell_index(request.prefill_id)
         took_ms = (self._agenda.now - flow.started_s) * 1e3
         if request.index % self._sample_every == 0:
             self._conductor.costs.observe_transfer(request.prefill_id, store_id(source), int(flow.num_bytes), took_ms)

@@ -12,8 +12,8 @@ from mooncake.app.sim.cluster import Model
 from mooncake.app.sim.conductor import SimConductor, host_of
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.links import Flow, Network
-from mooncake.app.sim.machines import SimMachines
-from mooncake.app.sim.tiered import Loading, TieredCache
+from mooncake.app.sim.machines.sim_machines import SimMachines
+from mooncake.app.sim.machines.tiered import Loading, TieredCache
 
 
 @dataclass(eq=False, slots=True)

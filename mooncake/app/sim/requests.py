@@ -16,7 +16,7 @@ import numpy.typing as npt
 from conductor.placement.bookings import Booking
 from conductor.placement.scheduler import Placement
 from mooncake.app.sim.links import Flow
-from mooncake.app.sim.tiered import Loading
+from mooncake.app.sim.machines.tiered import Loading
 from mooncake.trace import ResampledTrace, TraceRequest
 from mooncake.types import BlockKey
 

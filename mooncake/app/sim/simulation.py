@@ -22,7 +22,7 @@ from mooncake.app.sim.conductor import Refused, SimConductor, store_id
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.fetches import Fetches
 from mooncake.app.sim.links import Flow, Network
-from mooncake.app.sim.machines import SimMachines
+from mooncake.app.sim.machines.sim_machines import SimMachines
 from mooncake.app.sim.replicas import Replicas
 from mooncake.app.sim.requests import Fate, Results, RetryTime, SimRequest
 from mooncake.app.sim.switching import Switching

@@ -8,7 +8,7 @@ from conductor.control.balance import Switch, SwitchState
 from conductor.registry import NodeLoad
 from mooncake.app.sim.conductor import SimConductor
 from mooncake.app.sim.events import Agenda
-from mooncake.app.sim.machines import SimMachines
+from mooncake.app.sim.machines.sim_machines import SimMachines
 
 
 class Switching:

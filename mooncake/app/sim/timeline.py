@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from mooncake.app.sim.machines import SimMachines
+from mooncake.app.sim.machines.sim_machines import SimMachines
 
 
 @dataclass(slots=True)

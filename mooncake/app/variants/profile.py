@@ -15,8 +15,8 @@ import msgspec
 import torch
 from rich.markup import escape
 
-from mooncake.app.bench.quality import text_windows
 from mooncake.app.bench.report import progress, tell
+from mooncake.app.bench.shared.prompts import text_windows
 from mooncake.app.console import err, out, plain_table
 from mooncake.app.outputs import writable
 from mooncake.app.variants.comparison import Comparison, Prompt, agreement, divergence, every_input

@@ -142,15 +142,8 @@ def _prefill(gpu: Gpu, report: Report, model: GpuModel) -> None:
     cache = torch.zeros(
         (blocks, config.num_layers, 2, config.num_kv_heads, BLOCK, config.head_dim), dtype=gpu.dtype, device=gpu.device
     )
-    batch = ForwardBatch(
-        tokens=torch.randint(0, config.vocab_size, (length,)),
-        positions=torch.arange(length),
-        query_starts=torch.tensor([0, length], dtype=torch.int32),
-        context_lens=torch.tensor([length], dtype=torch.int32),
-        block_tables=torch.arange(blocks, dtype=torch.int32)[None],
-        slots=torch.arange(length),
-        logit_rows=torch.tensor([length - 1]),
-    )
+    tokens = torch.randint(0, config.vocab_size, (length,))
+    batch = ForwardBatch.of_prompt(tokens, BLOCK, torch.tensor([length - 1]))
     seconds = gpu.timed_s(lambda _: model.forward(batch, cache, NoHook()))
     report.add(rate("ours", "8B prefill", "tokens/s", length, seconds, tokens=length))
 

@@ -18,11 +18,12 @@ TIMEOUT_S = 900.0  # vLLM compiles for minutes the first time
 Prompts = Sequence[Sequence[int]]
 
 
-class Ready(msgspec.Struct):
-    """The first line of the script's output."""
+class Started(msgspec.Struct):
+    """The first line of a script's output."""
 
     versions: dict[str, str]
     start_s: float
+    port: int = 0  # of a server
 
 
 class Done(msgspec.Struct):
@@ -31,28 +32,38 @@ class Done(msgspec.Struct):
     s: float
 
 
-class PeerEngine(PeerProcess):
-    """``with PeerEngine("vllm", python, model, dtype, threads) as peer``: loaded inside. Raises the errors of
-    ``PeerProcess``."""
+class StartedPeer(PeerProcess):
+    """Another engine or its server, loaded inside its ``with`` block. Raises the errors of ``PeerProcess``."""
 
-    def __init__(self, name: str, python: str, model: str, dtype: str, threads: int) -> None:
-        self.has_prefix_cache = name != "transformers"
-        self.versions: dict[str, str] = {}
-        self.start_s = 0.0
-        added = vllm_environment(threads) if name == "vllm" else {"OMP_NUM_THREADS": str(threads)}
-        self.preload = added.get("LD_PRELOAD", "")
-        command = [python, str(SCRIPT), name, model, "--dtype", dtype, "--threads", str(threads)]
+    def __init__(self, name: str, command: Sequence[str], added: dict[str, str]) -> None:
+        """``added`` to our environment is its own."""
         super().__init__(name, command, os.environ | added, TIMEOUT_S)
+        self.started = Started({}, 0.0)
+        self._preload = added.get("LD_PRELOAD", "")
 
     def __enter__(self) -> Self:
         super().__enter__()
         try:
-            ready = self.decode(self.greeting, Ready)
+            self.started = self.decode(self.greeting, Started)
         except BaseException:
             self.__exit__(None, None, None)
             raise
-        self.versions, self.start_s = ready.versions, ready.start_s
         return self
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """What a report tells of it."""
+        return {"start_s": round(self.started.start_s, 1), "preload": self._preload, **self.started.versions}
+
+
+class PeerEngine(StartedPeer):
+    """``with PeerEngine("vllm", python, model, dtype, threads) as peer``."""
+
+    def __init__(self, name: str, python: str, model: str, dtype: str, threads: int) -> None:
+        self.has_prefix_cache = name != "transformers"
+        command = [python, str(SCRIPT), name, model, "--dtype", dtype, "--threads", str(threads)]
+        added = vllm_environment(threads) if name == "vllm" else {"OMP_NUM_THREADS": str(threads)}
+        super().__init__(name, command, added)
 
     def run(self, prompts: Prompts, new: int) -> float:
         """Seconds to generate exactly ``new`` tokens for each prompt."""

@@ -2,52 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
-import msgspec
-
-from mooncake.app.bench.peers.engine import TIMEOUT_S, vllm_environment
-from mooncake.app.bench.peers.process import PeerProcess, signal_group
+from mooncake.app.bench.peers.engine import StartedPeer, vllm_environment
+from mooncake.app.bench.peers.process import signal_group
 
 SCRIPT = Path(__file__).with_name("server_script.py")
 
 
-class Listening(msgspec.Struct):
-    """The only line of the script's output."""
-
-    port: int
-    versions: dict[str, str]
-    start_s: float
-
-
-class PeerServer(PeerProcess):
-    """``with PeerServer(…) as peer, peer.awake():`` it answers at ``peer.port``. Raises the errors of
-    ``PeerProcess``."""
+class PeerServer(StartedPeer):
+    """``with PeerServer(…) as peer, peer.awake():`` it answers at ``peer.port``."""
 
     def __init__(self, python: str, model: str, name: str, dtype: str, *, threads: int, max_model_len: int) -> None:
-        self.versions: dict[str, str] = {}
-        self.start_s, self.port = 0.0, 0
-        added = vllm_environment(threads)
-        self.preload = added.get("LD_PRELOAD", "")
-        sizes = {"--max-model-len": max_model_len, "--max-num-seqs": 64}
         command = [python, str(SCRIPT), model, "--name", name, "--dtype", dtype]
-        command += [str(part) for flag in sizes.items() for part in flag]
-        super().__init__("vllm", command, os.environ | added, TIMEOUT_S)
+        command += ["--max-model-len", str(max_model_len), "--max-num-seqs", "64"]
+        super().__init__("vllm", command, vllm_environment(threads))
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        try:
-            ready = self.decode(self.greeting, Listening)
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        self.port, self.versions, self.start_s = ready.port, ready.versions, ready.start_s
-        return self
+    @property
+    def port(self) -> int:
+        return self.started.port
 
     @contextmanager
     def awake(self) -> Iterator[None]:

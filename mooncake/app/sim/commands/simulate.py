@@ -19,8 +19,8 @@ from mooncake.app.latency import Spread
 from mooncake.app.outputs import writing
 from mooncake.app.sim.arenas import use_huge_pages
 from mooncake.app.sim.cluster import Cluster, load_cluster, load_preset, preset_names
+from mooncake.app.sim.output.summary import Summary, summarize, to_json
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.sim.summary import Summary, summarize, to_json
 from mooncake.app.traces.files import load_any
 from mooncake.errors import ConfigError
 from mooncake.trace import TRACE_BLOCK_TOKENS, ResampledTrace, TraceRequest, scale
@@ -111,7 +111,7 @@ def simulate(path: Path, limit: int | None, resample: int | None, cluster: Clust
     line = to_json(summary, cluster, run)
     line |= {"wall_s": round(wall_s, 3), "peak_memory_gb": round(peak_memory_gb(), 3)}
     if output.report is not None:
-        from mooncake.app.sim.page import write_page
+        from mooncake.app.sim.output.page import write_page
 
         write_page(simulation, summary, output.report)
     if output.requests is not None:

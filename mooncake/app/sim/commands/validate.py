@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from rich.markup import escape
 
+from mooncake.app.bench.load.traffic import ServedByCluster, Traffic
 from mooncake.app.bench.report import commit, machine, progress, tell
-from mooncake.app.bench.traffic import ServedByCluster, Traffic
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.cluster.role_main import run_async, unless_stopped
 from mooncake.app.console import duration, out, plain_table, print_json, remark
@@ -27,12 +27,12 @@ from mooncake.app.extras import require
 from mooncake.app.flags import Flags, positive
 from mooncake.app.latency import Outcome, Spread
 from mooncake.app.outputs import output_folder
-from mooncake.app.sim.calibrate_pair import PairCosts, PairSamples
 from mooncake.app.sim.cluster import Cluster, Machines, Model, StepCurve
+from mooncake.app.sim.commands.calibrate_pair import PairCosts, PairSamples
+from mooncake.app.sim.output.summary import Summary
+from mooncake.app.sim.output.summary import summarize as summarize_simulation
 from mooncake.app.sim.requests import Results
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.sim.summary import Summary
-from mooncake.app.sim.summary import summarize as summarize_simulation
 from mooncake.app.traces.files import load_any
 from mooncake.app.traces.replay import Replay, ReplayOptions, ReplayReport
 from mooncake.app.traces.replay_command import metered

@@ -15,8 +15,8 @@ from heapq import heappop, heappush
 
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.machines.steps import StepRuns
 from mooncake.app.sim.requests import SimRequest
-from mooncake.app.sim.steps import StepRuns
 
 _KEEP_RUNS = 256  # with more than this, old ones are removed
 
@@ -26,14 +26,12 @@ class DecodeMachine:
 
     def __init__(
         self,
-        name: str,
         group: Machines,
         curve: StepCurve,
         model: Model,
         agenda: Agenda,
         on_end: Callable[[SimRequest, float], None],
     ) -> None:
-        self.name = name
         self.slowdown = 1.0
         self.busy_s = 0.0
         self.tokens = 0
@@ -72,22 +70,20 @@ class DecodeMachine:
         self._is_disturbed = True
         self._plan()
 
-    def fail(self) -> list[SimRequest]:
-        """The process dies. Returns what was here, with ``output_tokens`` and ``num_tokens`` as far as they got."""
+    def fail(self) -> None:
+        """The process dies. ``output_tokens`` and ``num_tokens`` of what was here say how far they got."""
         steps = self._steps_until(self._agenda.now, whole=True) if self.running else 0
         now_step = self._step + steps
         for request in self.running:
             made = min(now_step - request.start_step, request.output_tokens - 1)
             request.output_tokens -= made
             request.num_tokens += made
-        lost = [*self.running, *self.waiting]
         self._step = now_step
         self.running.clear()
         self.waiting.clear()
         self._ends.clear()
         self._version += 1
         self.context = self.reserved_tokens = 0
-        return lost
 
     def cancel(self, request: SimRequest) -> None:
         """It does not join after all. A running one continues to its end."""

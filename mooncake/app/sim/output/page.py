@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.app.latency import Spread
-from mooncake.app.sim import published
-from mooncake.app.sim.charts import Series, cdf, lines
+from mooncake.app.sim.output import published
+from mooncake.app.sim.output.charts import Series, cdf, lines
+from mooncake.app.sim.output.summary import Summary
 from mooncake.app.sim.requests import Fate, Floats
 from mooncake.app.sim.simulation import Simulation
-from mooncake.app.sim.summary import Summary
 from mooncake.errors import ConfigError
 
 _STYLE = """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from conductor.placement.cost import ALL_NODES, NO_FORGETTING, CostModel, DecodeCost, PrefillCost
-from mooncake.app.bench.traffic import Answer, Served, Traffic
+from mooncake.app.bench.load.traffic import Answer, Served, Traffic
 from mooncake.app.latency import longest_tenth_mean
 from mooncake.errors import InternalError
 

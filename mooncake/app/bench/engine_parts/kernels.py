@@ -6,12 +6,12 @@ changes from second to second affects all of them. It must not know about sequen
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
+from mooncake.app.bench.shared.timing import in_turns
 from mooncake.checkpoint import weight_shapes
 from mooncake.kernels import choose_kernels, reference
 from mooncake.kernels.cpu import CpuKernels
@@ -182,14 +182,5 @@ def _sdpa_rows(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> t
 def _in_turns(
     ways: Mapping[str, Callable[[], object]], reps: int, pause_s: float = 0.0, *, warm_up: bool = True
 ) -> dict[str, tuple[float, ...]]:
-    """Seconds of each way per repetition, measured alternately after a warm-up, with ``pause_s`` before each."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
     with torch.inference_mode():
-        for rep in range(-1 if warm_up else 0, reps):
-            for name, work in ways.items():
-                time.sleep(pause_s)
-                begin = time.perf_counter()
-                work()
-                if rep >= 0:
-                    times[name].append(time.perf_counter() - begin)
-    return {name: tuple(taken) for name, taken in times.items()}
+        return in_turns(ways, reps, pause_s=pause_s, warm_up=warm_up)

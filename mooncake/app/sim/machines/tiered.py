@@ -20,8 +20,8 @@ from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import BlockName, Grant, Held
 from kvstore.tiers import Demotion, TierRules, Worth, promotion, tier_events
 from mooncake.app.sim.cluster import Model, Ssd
-from mooncake.app.sim.disk import Disk
 from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.machines.disk import Disk
 from mooncake.errors import OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey, Tier
 

@@ -17,6 +17,7 @@ import grpc
 
 from mooncake.api_keys import bearer, own_api_key
 from mooncake.app.bench.peers.own import OwnEngine
+from mooncake.app.bench.shared.prompts import random_prompt
 from mooncake.engine.contract import StepOutput
 from mooncake.engine.loop import EngineThread
 from mooncake.errors import InternalError, MooncakeError
@@ -29,7 +30,6 @@ from mooncake.tls import own_tls
 from mooncake.types import PrefillReport
 
 TIMEOUT_S = 300.0
-MIN_TOKEN = 100  # ids below are often special
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +166,7 @@ class Traffic:
         self._draw = random.Random(seed)
 
     def prompt(self, length: int) -> list[int]:
-        first = min(MIN_TOKEN, self._vocab_size - 1)
-        return [self._draw.randrange(first, self._vocab_size) for _ in range(length)]
+        return random_prompt(self._draw, self._vocab_size, length)
 
     async def closed_loop(
         self, served: Served, clients: int, requests: int, prompt_tokens: int, new: int, spread: float = 0.0

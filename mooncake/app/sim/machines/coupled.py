@@ -59,7 +59,6 @@ class CoupledMachine:
 
     def __init__(
         self,
-        name: str,
         group: Machines,
         curve: StepCurve,
         model: Model,
@@ -67,7 +66,6 @@ class CoupledMachine:
         on_first: Callable[[SimRequest, float], None],
         on_end: Callable[[SimRequest, float], None],
     ) -> None:
-        self.name = name
         self.curve = curve
         self.pool = BlockPool(group.kv_tokens // model.block_tokens, model.block_tokens)
         self.scheduler = StepScheduler(self.pool, group.chunk_tokens, group.max_sequences, MAX_MODEL_LEN, MAX_WAITING)
@@ -88,8 +86,8 @@ class CoupledMachine:
         if not self._is_running:
             self._begin_step()
 
-    def receive(self, request: SimRequest) -> bool:
-        """Take over a sequence prefilled elsewhere, as a decode node does. False if there is no room."""
+    def receive(self, request: SimRequest) -> None:
+        """Take over a sequence prefilled elsewhere, as a decode node does: tests compare ``DecodeMachine`` with it."""
         sequence = CountedSequence(request, self._number)
         self._number += 1
         self.scheduler.reserve(sequence)
@@ -99,7 +97,6 @@ class CoupledMachine:
         self.scheduler.start_reserved(sequence)
         if not self._is_running:
             self._begin_step()
-        return True
 
     def _begin_step(self) -> None:
         plan = self.scheduler.plan()

@@ -10,17 +10,17 @@ from collections import Counter
 from functools import partial
 from typing import Protocol
 
-from mooncake.app.sim.cache import Cache, HostCache
 from mooncake.app.sim.cluster import Cluster, Machines
 from mooncake.app.sim.conductor import SimConductor, store_id
-from mooncake.app.sim.coupled import CoupledMachine
-from mooncake.app.sim.decode import DecodeMachine
-from mooncake.app.sim.disk import Disk
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.links import Network
-from mooncake.app.sim.prefill import PrefillMachine
+from mooncake.app.sim.machines.cache import Cache, HostCache
+from mooncake.app.sim.machines.coupled import CoupledMachine
+from mooncake.app.sim.machines.decode import DecodeMachine
+from mooncake.app.sim.machines.disk import Disk
+from mooncake.app.sim.machines.prefill import PrefillMachine
+from mooncake.app.sim.machines.tiered import TieredCache
 from mooncake.app.sim.requests import SimRequest
-from mooncake.app.sim.tiered import TieredCache
 
 
 class MachineEvents(Protocol):
@@ -127,19 +127,16 @@ class SimMachines:
         group, model, events = self._groups[name], self._cluster.model, self._events
         curve = self._cluster.curves[group.curve]
         if group.role == "coupled":
-            self.coupled[name] = CoupledMachine(
-                name, group, curve, model, self._agenda, events.first_token, events.finished
-            )
+            self.coupled[name] = CoupledMachine(group, curve, model, self._agenda, events.first_token, events.finished)
         elif group.role == "decode":
             if name not in self.decode:
-                self.decode[name] = DecodeMachine(name, group, curve, model, self._agenda, events.finished)
+                self.decode[name] = DecodeMachine(group, curve, model, self._agenda, events.finished)
         else:
             if name in self.prefill and name not in self._died:  # it had this role before: its host still has the KV
                 self._conductor.join(name, group, self._agenda.now, has_store=False)
                 return
             self._died.discard(name)
             machine = PrefillMachine(
-                name,
                 group,
                 curve,
                 model,

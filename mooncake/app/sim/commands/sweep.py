@@ -14,11 +14,11 @@ from rich.markup import escape
 
 from mooncake.app.console import err, out, plain_table, print_json
 from mooncake.app.outputs import writing
-from mooncake.app.sim.charts import Series, lines
 from mooncake.app.sim.cluster import Cluster, Ssd
-from mooncake.app.sim.simulate import play
+from mooncake.app.sim.commands.simulate import play
+from mooncake.app.sim.output.charts import Series, lines
+from mooncake.app.sim.output.summary import Summary, summarize, to_json
 from mooncake.app.sim.simulation import Run, Simulation
-from mooncake.app.sim.summary import Summary, summarize, to_json
 from mooncake.errors import ConfigError
 from mooncake.trace import TraceRequest
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from mooncake.app.sim.tiered import TieredCache
+from mooncake.app.sim.machines.tiered import TieredCache
 from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.types import BlockEvent, BlockKey
 

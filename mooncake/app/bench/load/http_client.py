@@ -10,7 +10,7 @@ import httptools
 import msgspec
 
 from mooncake.api_keys import bearer, own_api_key
-from mooncake.app.bench.traffic import TIMEOUT_S, Answer, OnToken, whole
+from mooncake.app.bench.load.traffic import TIMEOUT_S, Answer, OnToken, whole
 from mooncake.errors import InternalError, NodeUnavailable
 
 READ_BYTES = 1 << 16

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from mooncake.app.sim.cache import Cache
 from mooncake.app.sim.cluster import Machines, Model, StepCurve
 from mooncake.app.sim.events import Agenda
+from mooncake.app.sim.machines.cache import Cache
 from mooncake.app.sim.requests import SimRequest
 
 
@@ -21,7 +21,6 @@ class PrefillMachine:
 
     def __init__(
         self,
-        name: str,
         group: Machines,
         curve: StepCurve,
         model: Model,
@@ -31,7 +30,6 @@ class PrefillMachine:
         on_pace: Callable[[SimRequest, float], None],
         on_end: Callable[[SimRequest, float], None],
     ) -> None:
-        self.name = name
         self.cache = cache
         self.curve = curve
         self.slowdown = 1.0
@@ -57,16 +55,14 @@ class PrefillMachine:
         if self.running is None:
             self._start_next()
 
-    def fail(self) -> list[SimRequest]:
-        """The process dies. Returns everything that was here."""
-        lost = list(self.queue) if self.running is None else [self.running, *self.queue]
+    def fail(self) -> None:
+        """The process dies, with everything that was here."""
         self._life += 1
-        for request in lost:
+        for request in self.queue if self.running is None else (self.running, *self.queue):
             self.cache.release(request.held)
             request.held = []
         self.queue.clear()
         self.running = None
-        return lost
 
     def cancel(self, request: SimRequest) -> None:
         """It is no longer wanted; if it runs, its step is abandoned."""

@@ -1,0 +1,1 @@
+"""The commands: ``simulate``, ``sweep``, ``calibrate``, and ``validate`` against a live pair of nodes."""
