@@ -5,7 +5,7 @@ from __future__ import annotations
 from decode_node.receiver import Receiver
 from decode_node.role import DecodeRole, open_segment
 from mooncake.config import Config
-from mooncake.engine.backend import CacheSize
+from mooncake.engine.backends.backend import CacheSize
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.model.pages import Mappable
 from mooncake.types import Role

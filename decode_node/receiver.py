@@ -21,7 +21,7 @@ from typing import TypeVar
 from decode_node.handoff import BEING_COMPUTED, Handoff, HandoffEvent, HandoffState
 from decode_node.reservations import ReservationQueue
 from kvstore.checksum import digest, range_checksums
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.engine.cache.kv_cache import Mirror
 from mooncake.engine.engine import Engine
 from mooncake.engine.loop import EngineThread, OnOutput

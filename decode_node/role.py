@@ -15,11 +15,11 @@ from decode_node.writeback_hook import WriteBackHook
 from kvstore.client.store_client import StoreClient
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.config import TBT_ROOM, transfer_secret
 from mooncake.connection_cache import ConnectionCache
-from mooncake.engine.backend import CacheSize
-from mooncake.engine.host import EngineHost
+from mooncake.engine.backends.backend import CacheSize
+from mooncake.engine.hosting.host import EngineHost
 from mooncake.prefault import prefault_in_background
 from mooncake.rpc import cluster_pb2, decode_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire

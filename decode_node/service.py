@@ -11,9 +11,9 @@ from typing import Any
 from decode_node.handoff import Handoff, HandoffState
 from decode_node.receiver import Receiver
 from decode_node.writeback_hook import WriteBackHook
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.engine.contract import StepOutput
-from mooncake.engine.host import EngineHost
+from mooncake.engine.hosting.host import EngineHost
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, MooncakeError
 from mooncake.rpc import decode_pb2 as pb

@@ -25,7 +25,7 @@ from kvstore.board_library import (
 )
 from kvstore.checksum import Checksums
 from kvstore.segment import Segment, sealed_memory
-from kvstore.transfer.native_owner import Arrival, Landed
+from kvstore.transfer.owner.native_owner import Arrival, Landed
 
 log = logging.getLogger(__name__)
 

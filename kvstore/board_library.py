@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvstore.transfer.native import MAX_SUMS, MIN_SUM_BYTES
-from kvstore.transfer.native_owner import Arrival
+from kvstore.transfer.owner.native_owner import Arrival
 from mooncake.native import MODULE_HEADER, BuildFailed, load_module, load_native
 
 log = logging.getLogger(__name__)

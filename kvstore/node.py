@@ -22,8 +22,8 @@ from kvstore.ssd.record import PAGE, padded
 from kvstore.ssd.tier import GROUP_BYTES, SsdTier
 from kvstore.store import Store
 from kvstore.tiers import TierRules
-from kvstore.transfer.server import SegmentServer
-from kvstore.transfer.server_connection import Put
+from kvstore.transfer.owner.server import SegmentServer
+from kvstore.transfer.owner.server_connection import Put
 from kvstore.transfer.sockets import bound_to
 from kvstore.wire_puts import LOOK_S, WirePuts
 from mooncake.addresses import join_address

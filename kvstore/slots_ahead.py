@@ -22,8 +22,8 @@ from kvstore.board_library import MAX_GIFTS
 from kvstore.checksum import Checksums
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import OWN, BlockName, Grant
-from kvstore.transfer.native_owner import Landed
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.native_owner import Landed
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.errors import InvalidRequest
 from mooncake.types import BlockKey
 

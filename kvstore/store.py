@@ -26,7 +26,7 @@ from kvstore.slots_ahead import NEAR_AHEAD, WIRE, SlotsAhead
 from kvstore.ssd.record import PAGE, padded
 from kvstore.ssd.tier import CLOSE_TIMEOUT_S, SsdTier
 from kvstore.tiers import Demotion, TierRules, Worth, tier_events
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.writing import Sealing, Wanted, Writing
 from mooncake.errors import InvalidRequest, NodeUnavailable
 from mooncake.events import EventLog

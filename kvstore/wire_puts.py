@@ -22,10 +22,10 @@ from kvstore.block_names import checked_key, checked_parent, checked_tenant
 from kvstore.index.types import BlockName, Grant
 from kvstore.slots_ahead import WIRE, Committed
 from kvstore.store import Store
-from kvstore.transfer.native_owner import MAX_AHEAD, Landed
+from kvstore.transfer.owner.native_owner import MAX_AHEAD, Landed
+from kvstore.transfer.owner.server import SegmentServer
+from kvstore.transfer.owner.server_connection import Put
 from kvstore.transfer.protocol import Status
-from kvstore.transfer.server import SegmentServer
-from kvstore.transfer.server_connection import Put
 from mooncake.errors import InvalidRequest
 
 AHEAD = 16  # slots: as many as four clients have connections

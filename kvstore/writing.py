@@ -19,7 +19,7 @@ from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.slots_ahead import SlotsAhead
 from kvstore.tiers import Worth
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.errors import OutOfBlocks
 
 _INLINE_VERIFY_BYTES = 256 << 10  # below this, verifying is faster than waking a thread

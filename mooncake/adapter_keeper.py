@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class AdapterHost(Protocol):
-    """What has them in an engine (``mooncake.engine.live_adapters``)."""
+    """What has them in an engine (``mooncake.engine.hosting.live_adapters``)."""
 
     def has_adapter(self, digest: str) -> bool: ...
 

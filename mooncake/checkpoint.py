@@ -2,7 +2,7 @@
 Torch-free.
 
 Opens Hugging Face folders, including quantised ones (``mooncake.quantised``), and GGUF files; for
-anything else it says in one sentence what is wrong. It only reads headers; ``mooncake.model.weights`` reads the
+anything else it says in one sentence what is wrong. It only reads headers; ``mooncake.model.reading.weights`` reads the
 weights.
 """
 

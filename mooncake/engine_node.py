@@ -18,9 +18,9 @@ from mooncake.adapter_loads import load_from_wire, load_to_wire
 from mooncake.addresses import join_address
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, EngineSection, transfer_secret
-from mooncake.engine.backend import CacheSize
+from mooncake.engine.backends.backend import CacheSize
 from mooncake.engine.contract import StepHook
-from mooncake.engine.host import EngineHost, HostPlan
+from mooncake.engine.hosting.host import EngineHost, HostPlan
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import MooncakeError

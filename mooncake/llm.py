@@ -33,7 +33,15 @@ from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
 from mooncake.engine import sequence as engine_sequence
-from mooncake.engine.backend import BackendSpec, CacheSize, Processes, draft_on, open_backend, plan_pages, put_adapter
+from mooncake.engine.backends.backend import (
+    BackendSpec,
+    CacheSize,
+    Processes,
+    draft_on,
+    open_backend,
+    plan_pages,
+    put_adapter,
+)
 from mooncake.engine.contract import EngineConfig, check_least
 from mooncake.engine.engine import Engine
 from mooncake.errors import InternalError, InvalidRequest

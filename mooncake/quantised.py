@@ -2,7 +2,7 @@
 
 Opens compressed-tensors, fp8, GPTQ, AWQ and mxfp4; for other formats it says in one sentence what is wrong. The tensors
 show which weights are quantised; lists of excluded modules ("ignore", "modules_to_not_convert") only repeat that.
-``mooncake.model.dequantise`` reads the codes.
+``mooncake.model.reading.dequantise`` reads the codes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from kvstore.client.store_client import StoreClient
 from mooncake.engine.blend import Blend
 from mooncake.engine.cache.block_pool import BlockPool
-from mooncake.engine.host import EngineHost
+from mooncake.engine.hosting.host import EngineHost
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.hashing import extend_chain
 from mooncake.rpc import prefill_pb2 as pb

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvstore.client.store_client import StoreClient
 from kvstore.transfer.engine import TransferEngine
-from mooncake.engine.host import EngineHost
+from mooncake.engine.hosting.host import EngineHost
 from mooncake.rpc.server import Channels
 from prefill_node.blend_chunks import BlendChunks
 from prefill_node.closings import Closings

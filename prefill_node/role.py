@@ -9,7 +9,7 @@ from kvstore.client.store_client import StoreClient
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.transport import Priority
 from mooncake.connection_cache import ConnectionCache
-from mooncake.engine.host import EngineHost
+from mooncake.engine.hosting.host import EngineHost
 from mooncake.rpc import cluster_pb2, prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from prefill_node.blend_chunks import BlendChunks

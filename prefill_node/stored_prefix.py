@@ -11,7 +11,7 @@ from functools import partial
 from itertools import takewhile
 
 from kvstore.client.store_client import StoreClient
-from mooncake.engine.host import EngineHost
+from mooncake.engine.hosting.host import EngineHost
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.page_groups import page_key
 from mooncake.types import BlockKey

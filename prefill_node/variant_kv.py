@@ -19,7 +19,7 @@ import torch
 
 from kvstore.client.store_client import StoreClient
 from mooncake.engine.hidden_states import HiddenStates
-from mooncake.engine.host import EngineHost
+from mooncake.engine.hosting.host import EngineHost
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import MooncakeError

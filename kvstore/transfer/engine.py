@@ -19,7 +19,6 @@ from typing_extensions import Buffer
 
 from kvstore.transfer import protocol
 from kvstore.transfer.keyed import KeyedWire
-from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.link import RETRY_AFTER_S, Link
 from kvstore.transfer.rdma.transport import RdmaTransport
 from kvstore.transfer.requests import (
@@ -30,7 +29,8 @@ from kvstore.transfer.requests import (
     WriteRange,
     cut,
 )
-from kvstore.transfer.routes import TransportStats, merged
+from kvstore.transfer.scheduling.limiter import Pacer
+from kvstore.transfer.scheduling.routes import TransportStats, merged
 from kvstore.transfer.shm import SegmentView, ShmTransport
 from kvstore.transfer.tcp import TcpTransport, connect_keyed
 from kvstore.transfer.transport import Caller, Priority, Transport

@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstore.transfer.accounts import Accounts
-from kvstore.transfer.limiter import Pacer
 from kvstore.transfer.requests import Transfer, TransferReport
-from kvstore.transfer.routes import Rail, Routes, TransportStats
-from kvstore.transfer.schedule import Pace, Watch
+from kvstore.transfer.scheduling.accounts import Accounts
+from kvstore.transfer.scheduling.limiter import Pacer
+from kvstore.transfer.scheduling.routes import Rail, Routes, TransportStats
+from kvstore.transfer.scheduling.schedule import Pace, Watch
+from kvstore.transfer.scheduling.work import LoneWork, QueuedWork
 from kvstore.transfer.transport import Caller, Path, PathFailed, Slice, Transport
-from kvstore.transfer.work import LoneWork, QueuedWork
 from mooncake.errors import (
     Cancelled,
     DeadlineExceeded,

@@ -19,7 +19,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import ConfigError, KVLoadFailed, shown
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
-from mooncake.model.device_sampler import Draws
+from mooncake.model.gpu.device_sampler import Draws
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
 

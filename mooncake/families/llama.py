@@ -10,7 +10,7 @@ from mooncake.families.rope_settings import read_query_growth, read_rope, requir
 from mooncake.model_config import ModelConfig, Settings
 
 REARRANGED = ("phi3", "ernie4_5", "helium")
-"""Families that store Llama's weights in another order or as one (``mooncake.model.as_llama``)."""
+"""Families that store Llama's weights in another order or as one (``mooncake.model.reading.as_llama``)."""
 
 FAMILIES = (
     "llama",

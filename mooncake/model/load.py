@@ -13,12 +13,12 @@ from mooncake.key_scales import KeyScales
 from mooncake.model.decoder import Decoder
 from mooncake.model.families.gated import GatedDecoder
 from mooncake.model.families.registry import decoder_of
-from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights, vocabulary_shares
 from mooncake.model.parallel.vocabulary import Ranks, VocabularyPart
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.key_channels import with_scaled_keys
+from mooncake.model.reading.weights import load_weights
 from mooncake.model_config import ModelConfig
 from mooncake.precision import WeightFormat
 

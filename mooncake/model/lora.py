@@ -21,7 +21,7 @@ from mooncake.adapters import Adapter, read_weights
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, Linear
 from mooncake.kernels.cpu import CpuKernels
-from mooncake.model.as_llama import head_order
+from mooncake.model.reading.as_llama import head_order
 from mooncake.model.rope import heads_in_order
 from mooncake.model_config import ModelConfig
 

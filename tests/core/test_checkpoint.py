@@ -22,7 +22,7 @@ from tiny_model import write_tiny_model
 from mooncake import LLM
 from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.configured import plan_cache
+from mooncake.engine.hosting.configured import plan_cache
 from mooncake.errors import ConfigError, ModelError
 from mooncake.model_config import ModelConfig
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults

@@ -20,7 +20,7 @@ from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint, weight_shapes
 from mooncake.errors import ModelError
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.kernels import choose_kernels
 from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.llama import CausalLM
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 def own_bytes():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 def told(name):
@@ -173,7 +173,7 @@ def test_a_disk_that_fills_up_leaves_no_part_behind(tmp_path: Path) -> None:
     code = f"""
 import resource
 from mooncake.checkpoint import open_checkpoint
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 print(len(load_weights(open_checkpoint({str(tmp_path / "a.gguf")!r}), "float32")))
 """
@@ -191,7 +191,7 @@ def test_two_processes_that_load_at_once_agree(tmp_path: Path, cache: Path) -> N
     code = f"""
 import hashlib
 from mooncake.checkpoint import open_checkpoint
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 weights = load_weights(open_checkpoint({str(tmp_path / "a.gguf")!r}), "float32")
 print(hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest())
 """

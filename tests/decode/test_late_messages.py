@@ -19,8 +19,8 @@ from decode_node.receiver import Receiver
 from kvstore.checksum import digest, range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.requests import WriteRange
-from kvstore.transfer.server import SegmentServer
 from mooncake.engine.cache.kv_cache import Arrival, KVCache
 from mooncake.engine.contract import EngineConfig, StepOutput
 from mooncake.engine.engine import Engine

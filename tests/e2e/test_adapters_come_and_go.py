@@ -20,7 +20,7 @@ from waiting import until
 
 from decode_node.node import DecodeNode
 from mooncake.adapters import Adapter, open_adapter
-from mooncake.engine.live_adapters import LiveAdapters
+from mooncake.engine.hosting.live_adapters import LiveAdapters
 from mooncake.engine_node import EngineNode
 from mooncake.errors import InvalidRequest, ModelError, MooncakeError, NodeUnavailable, NotFound
 from mooncake.rpc import cluster_pb2 as pb

@@ -20,7 +20,7 @@ from mooncake.app.cluster.local import LocalCluster
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.contract import NO_HOOK, CausalModel, StepOutput
-from mooncake.engine.host import EngineHost, HostPlan
+from mooncake.engine.hosting.host import EngineHost, HostPlan
 from mooncake.errors import MooncakeError
 from mooncake.events import EventLog
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook

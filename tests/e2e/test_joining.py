@@ -33,7 +33,7 @@ LONG_ROPE = {
 async def test_each_setting_that_nodes_must_share_is_compared_before_a_model_is_loaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "mooncake.engine.host")
+    caplog.set_level(logging.INFO, "mooncake.engine.hosting.host")
     write_tiny_model(tmp_path / "model")
     write_tiny_model(tmp_path / "trained", seed=1)
     write_tiny_model(tmp_path / "deep", num_hidden_layers=3)

@@ -17,7 +17,7 @@ from mooncake.engine.cache.block_pool import BlockPool
 from mooncake.engine.contract import NO_HOOK
 from mooncake.engine.engine import Engine
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.device_sampler import Draws, choose
+from mooncake.model.gpu.device_sampler import Draws, choose
 from tests.engine.hash_model import BLOCK, HashModel, hash_engine
 
 

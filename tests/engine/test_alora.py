@@ -26,7 +26,7 @@ from mooncake.hashing import Chain
 from mooncake.model import CausalLM
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.lora import load_adapter
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import Coding
 
 NEW, BLOCK = 12, 8

@@ -14,12 +14,12 @@ from tiny_model import write_tiny_model
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.backend import BackendSpec, CacheSize, draft_on, on_cpu
+from mooncake.engine.backends.backend import BackendSpec, CacheSize, draft_on, on_cpu
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import NO_HOOK, CausalModel, EngineConfig, StepOutput
 from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.engine.engine import Engine
-from mooncake.engine.host import EngineHost, HostPlan
+from mooncake.engine.hosting.host import EngineHost, HostPlan
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import EventLog

@@ -14,8 +14,8 @@ import torch
 
 from mooncake.engine.contract import NO_HOOK, StepOutput
 from mooncake.engine.engine import Engine
+from mooncake.engine.hosting.node_hook import NodeHook, StepSamples
 from mooncake.engine.loop import EngineThread
-from mooncake.engine.node_hook import NodeHook, StepSamples
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan

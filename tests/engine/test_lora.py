@@ -23,7 +23,7 @@ from mooncake.kernels import choose_kernels, reference
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 
 NEW = 12
 GREEDY = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True)

@@ -16,7 +16,7 @@ from tiny_model import write_tiny_model
 
 from mooncake.adapters import open_adapters
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.backend import BackendSpec, CacheSize, on_cpu, plan_pages
+from mooncake.engine.backends.backend import BackendSpec, CacheSize, on_cpu, plan_pages
 from mooncake.engine.contract import EngineConfig, StepOutput
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence

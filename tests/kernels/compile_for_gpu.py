@@ -31,8 +31,7 @@ from mooncake.kernels import (
     triton_recurrent,
     triton_recurrent_chunks,
 )
-from mooncake.kernels.gpu import COPY_WORDS, TURNED_PAIRS
-from mooncake.kernels.gpu_attention import (
+from mooncake.kernels.gpu.attention import (
     DECODE_ROWS,
     MERGED_PARTS,
     MERGES_PER_PROCESSOR,
@@ -43,12 +42,13 @@ from mooncake.kernels.gpu_attention import (
     most_rows,
     reads_pairs,
 )
-from mooncake.kernels.gpu_experts import ADDED_AT_ONCE, SORTED_AT_ONCE, tiles_of
-from mooncake.kernels.gpu_latent import LATENT_ROWS, column_parts, latent_launch, pack_latent
-from mooncake.kernels.gpu_recurrent import CONVOLVED_CHANNELS, CONVOLVED_TOKENS, CONVOLVED_WARPS, matrix_part
-from mooncake.kernels.gpu_recurrent_chunks import PART, STAGES, WALKING_WARPS, WARPS, of_score, of_solve, of_walk
+from mooncake.kernels.gpu.experts import ADDED_AT_ONCE, SORTED_AT_ONCE, tiles_of
+from mooncake.kernels.gpu.kernels import COPY_WORDS, TURNED_PAIRS
+from mooncake.kernels.gpu.latent import LATENT_ROWS, column_parts, latent_launch, pack_latent
+from mooncake.kernels.gpu.recurrent import CONVOLVED_CHANNELS, CONVOLVED_TOKENS, CONVOLVED_WARPS, matrix_part
+from mooncake.kernels.gpu.recurrent_chunks import PART, STAGES, WALKING_WARPS, WARPS, of_score, of_solve, of_walk
+from mooncake.kernels.gpu.triton_launch import facts
 from mooncake.kernels.recurrent_chunks import CHUNK_TOKENS
-from mooncake.kernels.triton_launch import facts
 
 POINTERS = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32", "int8": "*i8", "float8": "*fp8e4nv"}
 SCALED = ("int8", "float8")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mooncake.kernels.attention_plan import BEHIND_ALL_KEYS, NO_ROW, AttentionPlan, plan_attention
+from mooncake.kernels.gpu.attention_plan import BEHIND_ALL_KEYS, NO_ROW, AttentionPlan, plan_attention
 
 BLOCK_TOKENS = 16
 

@@ -20,8 +20,8 @@ from mooncake.app.bench import gpu as bench_gpu
 from mooncake.app.bench.gpu_parts.device import DECODE, OTHERS, PREFILL, Gpu, Scale, state
 from mooncake.app.bench.report import Report
 from mooncake.errors import ConfigError
-from mooncake.kernels.gpu_attention import PREFILL_ROWS, attention_launch
-from mooncake.kernels.triton_launch import DoesNotFit
+from mooncake.kernels.gpu.attention import PREFILL_ROWS, attention_launch
+from mooncake.kernels.gpu.triton_launch import DoesNotFit
 
 
 @pytest.mark.slow

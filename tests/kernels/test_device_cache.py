@@ -20,8 +20,8 @@ from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, SettledM
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import NO_HOOK
 from mooncake.errors import ConfigError
-from mooncake.kernels.gpu import GpuKernels
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.kernels import GpuKernels
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.model.pages import SharedMemory
 from mooncake.types import KVLayout
 

@@ -14,7 +14,7 @@ from mooncake.engine.decoding.sampling_inputs import SamplingInputs
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
-from mooncake.model.device_sampler import ROWS_AT_ONCE, choose
+from mooncake.model.gpu.device_sampler import ROWS_AT_ONCE, choose
 from mooncake.sampling import SamplingParams
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -19,7 +19,7 @@ from tiny_model import LATENT, write_tiny_model, write_tokenizer
 
 from mooncake import LLM, LoRARequest, SamplingParams
 from mooncake.errors import InvalidRequest, ModelError
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 
 GREEDY = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in ((0, 35), (1, 4), (2, 30))]

@@ -83,10 +83,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from mooncake.kernels.triton_attention import attend
-from mooncake.kernels.triton_coded_attention import attend_codes
-from mooncake.kernels.triton_elementwise import rope_write_kv
-from mooncake.kernels.triton_latent_attention import attend_latent
+from mooncake.kernels.gpu.triton_attention import attend
+from mooncake.kernels.gpu.triton_coded_attention import attend_codes
+from mooncake.kernels.gpu.triton_elementwise import rope_write_kv
+from mooncake.kernels.gpu.triton_latent_attention import attend_latent
 
 backend, numbers = make_backend(GPUTarget("cuda", 90, 32)), torch.zeros(64, dtype=torch.int64)
 for kernel in (attend, attend_codes, attend_latent, rope_write_kv):

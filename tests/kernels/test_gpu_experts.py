@@ -11,10 +11,10 @@ from asked import Asked
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mooncake.kernels import Kernels, reference
-from mooncake.kernels.gpu import GpuKernels
-from mooncake.kernels.gpu_experts import FEW_ROWS, MANY_ROWS, MOST_ROWS, GroupedExperts, tiles_of
-from mooncake.kernels.triton_experts import sort_pairs
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.experts import FEW_ROWS, MANY_ROWS, MOST_ROWS, GroupedExperts, tiles_of
+from mooncake.kernels.gpu.kernels import GpuKernels
+from mooncake.kernels.gpu.triton_experts import sort_pairs
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),

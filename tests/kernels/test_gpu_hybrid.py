@@ -32,9 +32,9 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.device_cache import DeviceCache
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.engine import Engine
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.model import load_model
-from mooncake.model.gpu_model import GpuModel
+from mooncake.model.gpu.gpu_model import GpuModel
 from mooncake.page_groups import as_one_group, groups_of
 from mooncake.precision import FLOAT32
 

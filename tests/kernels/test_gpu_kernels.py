@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from paged_batch import DEVICE, TOLERANCE, Batch, check_within_rounding, needs_gpu
 
 from mooncake.kernels import reference
-from mooncake.kernels import triton_elementwise as elementwise
-from mooncake.kernels.gpu import GpuKernels, Int8Linear, copy_pages
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu import triton_elementwise as elementwise
+from mooncake.kernels.gpu.kernels import GpuKernels, Int8Linear, copy_pages
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.precision import Coding
 
 pytestmark = pytest.mark.skipif(

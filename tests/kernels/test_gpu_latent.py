@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from paged_batch import DEVICE, TOLERANCE, Batch, check_within_rounding, needs_gpu
 
 from mooncake.kernels import reference
-from mooncake.kernels.gpu import GpuKernels
-from mooncake.kernels.gpu_attention import DevicePlan
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.attention import DevicePlan
+from mooncake.kernels.gpu.kernels import GpuKernels
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),

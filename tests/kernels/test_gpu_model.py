@@ -21,7 +21,7 @@ from tiny_families import VOCAB, Published
 from tiny_gemma4 import GEMMA4
 
 from mooncake.checkpoint import weight_shapes
-from mooncake.engine.backend import plan_pages
+from mooncake.engine.backends.backend import plan_pages
 from mooncake.engine.cache.device_cache import DeviceCache
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig
@@ -31,15 +31,15 @@ from mooncake.errors import ConfigError
 from mooncake.families.alibi import alibi_slopes
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.families.gpt import Mpt
 from mooncake.model.families.registry import DECODERS
-from mooncake.model.gpu_model import GpuModel, fitting_into
+from mooncake.model.gpu.gpu_model import GpuModel, fitting_into
+from mooncake.model.gpu.planned_kernels import PlannedKernels
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
-from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import LatentAttention, ModelConfig, Routing
 from mooncake.page_groups import UNIFORM, PageGroups
 from mooncake.precision import FLOAT32

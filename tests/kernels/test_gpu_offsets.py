@@ -12,10 +12,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 from paged_batch import DEVICE
 
 from mooncake.kernels import reference
-from mooncake.kernels.gpu import GpuKernels, copy_pages
+from mooncake.kernels.gpu.kernels import GpuKernels, copy_pages
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.kernels.recurrent import NO_PAGE, Runs
 from mooncake.kernels.recurrent_chunks import CHUNK_TOKENS, in_chunks
-from mooncake.kernels.triton_launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),

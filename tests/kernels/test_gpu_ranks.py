@@ -22,11 +22,11 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.gpu_ranks import TensorParallelGpuModel
+from mooncake.engine.backends.gpu_ranks import TensorParallelGpuModel
 from mooncake.errors import ConfigError, InternalError, InvalidRequest, ModelError, NodeUnavailable
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
-from mooncake.model.gpu_model import GpuModel
+from mooncake.model.gpu.gpu_model import GpuModel
 from mooncake.model.load import load_model, load_part
 from mooncake.precision import FLOAT32
 
@@ -240,7 +240,7 @@ def test_what_cannot_be_is_refused_in_a_sentence(folder: str, monkeypatch: pytes
         LLM(folder, device="cuda", tensor_parallel_size=3)
     with pytest.raises(InvalidRequest, match="tensor_parallel_size does not go with adapters"):
         LLM(folder, device="cuda", tensor_parallel_size=2, adapters={"a": folder})
-    monkeypatch.setattr("mooncake.kernels.triton_launch.INTERPRETED", False)
+    monkeypatch.setattr("mooncake.kernels.gpu.triton_launch.INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ConfigError, match="2 tensor parallel ranks need a GPU each from 'cuda:2' on: torch finds 3"):
         LLM(folder, device="cuda:2", tensor_parallel_size=2)

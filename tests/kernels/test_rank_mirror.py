@@ -24,14 +24,14 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.backend import Backend, BackendSpec, CacheSize, Processes, on_cpu, open_for_node
+from mooncake.engine.backends.backend import Backend, BackendSpec, CacheSize, Processes, on_cpu, open_for_node
+from mooncake.engine.backends.gpu_passes import FirstPass, OtherPass
+from mooncake.engine.backends.gpu_ranks import TensorParallelGpuModel
 from mooncake.engine.cache.device_cache import DeviceCache, HostMirror
 from mooncake.engine.cache.kv_cache import Arrival, Mirror
 from mooncake.engine.cache.rank_mirror import RankCopies, RanksMirror, connect
-from mooncake.engine.gpu_passes import FirstPass, OtherPass
-from mooncake.engine.gpu_ranks import TensorParallelGpuModel
 from mooncake.errors import KVLoadFailed, MooncakeError, NodeUnavailable
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.pages import pages_over
 from mooncake.precision import resolve_precision

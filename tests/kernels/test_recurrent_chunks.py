@@ -15,9 +15,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 from recurrent_layers import RULES, Layer, OnDevice, runs_over
 
 from mooncake.kernels import reference
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.kernels.recurrent import NO_PAGE, Runs
 from mooncake.kernels.recurrent_chunks import CHUNK_TOKENS, FEW_TOKENS, in_chunks
-from mooncake.kernels.triton_launch import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(),

@@ -19,8 +19,8 @@ from kvstore.checksum import checksum
 from kvstore.node import StoreNode
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.requests import WriteRange
-from kvstore.transfer.server import SegmentServer
 from mooncake.config import load_config
 from mooncake.types import SegmentAddress
 

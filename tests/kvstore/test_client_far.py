@@ -29,8 +29,8 @@ from kvstore.store import Sealed, Store
 from kvstore.transfer import protocol
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import Commit, KeyedWire, Put
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.protocol import Operation, ProtocolViolation, Status
-from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import PeerClosed
 from kvstore.writing import Sealing, Wanted
 from mooncake.config import load_config

@@ -19,7 +19,7 @@ from kvstore.layout.plan import Plan, plan
 from kvstore.layout.reader import LayoutReader, Shard, _jobs, _rounds
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.errors import ChecksumMismatch, InvalidRequest
 from mooncake.types import KVLayout, SegmentAddress
 

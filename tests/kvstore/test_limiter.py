@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvstore.transfer.limiter import TokenBucket
+from kvstore.transfer.scheduling.limiter import TokenBucket
 
 
 def test_what_is_saved_up_goes_at_once_and_the_rest_waits() -> None:

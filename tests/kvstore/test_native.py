@@ -15,7 +15,7 @@ from kvstore.transfer import native
 
 ROOT = Path(__file__).parents[2]
 LOAD_BOTH = (
-    "from kvstore.transfer.native_owner import load_owner; from kvstore.board_library import load_board; "
+    "from kvstore.transfer.owner.native_owner import load_owner; from kvstore.board_library import load_board; "
     "assert load_owner() and load_board()"
 )
 

@@ -10,10 +10,10 @@ import pytest
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.piece_table import Lot, Pattern, PieceTable
 from kvstore.transfer.protocol import MAX_RANGES, SLICE_BYTES
 from kvstore.transfer.requests import Request
-from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.shm import ShmTransport
 from kvstore.transfer.tcp import TcpTransport
 from kvstore.transfer.transport import Transport

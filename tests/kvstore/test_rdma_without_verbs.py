@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from kvstore.pointers import address_of
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.rdma.find import VerbsUnavailable
 from kvstore.transfer.rdma.memory import RegisteredMemory, merge
 from kvstore.transfer.rdma.verbs import Device, Endpoint
 from kvstore.transfer.requests import ReadRange
-from kvstore.transfer.server import SegmentServer
 from mooncake.errors import ConfigError, NodeUnavailable
 
 ENDPOINT = Endpoint(queue_pair=77, packet_number=(1 << 24) - 1, gid=bytes(range(16)), lid=3, mtu=5)

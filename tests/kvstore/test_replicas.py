@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.rpc import replica_pb2, replica_pb2_grpc, store_pb2_grpc
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.convert import segment_to_wire

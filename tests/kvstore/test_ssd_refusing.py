@@ -22,7 +22,7 @@ from kvstore.ssd.io import PlainIO, VerifiedRead
 from kvstore.ssd.log import SsdLog
 from kvstore.ssd.tier import SsdTier
 from kvstore.store import Store
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.writing import Sealing, Wanted
 from mooncake.errors import NodeUnavailable
 from mooncake.events import EventLog

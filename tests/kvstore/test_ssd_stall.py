@@ -21,7 +21,7 @@ from kvstore.ssd.log import SsdLog
 from kvstore.ssd.stall import LOOKS, Stall
 from kvstore.ssd.tier import SsdTier
 from kvstore.store import Sealed, Store
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.writing import Sealing, Wanted
 from mooncake.events import EventLog
 from mooncake.types import BlockKey

@@ -31,8 +31,8 @@ from kvstore.store import Store
 from kvstore.tiers import TierRules
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import Commit, Put, can_put
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.protocol import Status
-from kvstore.transfer.server import SegmentServer
 from kvstore.wire_puts import WirePuts
 from kvstore.writing import Sealing, Wanted
 from mooncake.errors import OutOfBlocks

@@ -31,8 +31,8 @@ from kvstore.ssd.log import SsdLog
 from kvstore.ssd.reads import SsdReads
 from kvstore.ssd.tier import MAX_QUEUE, SsdTier
 from kvstore.store import Sealed, Store
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.requests import WriteRange
-from kvstore.transfer.server import SegmentServer
 from kvstore.writing import Sealing, Wanted
 from mooncake.config import load_config
 from mooncake.errors import ConfigError, OutOfBlocks

@@ -20,9 +20,9 @@ from kvstore.checksum import checksum, part_checksums
 from kvstore.segment import Segment
 from kvstore.transfer import native, protocol
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.protocol import Operation, WireRange
 from kvstore.transfer.requests import ReadRange, Request, TransferStatus, WriteRange
-from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.tcp import TcpTransport
 from mooncake.addresses import split_address
 from mooncake.errors import Cancelled, DeadlineExceeded, InvalidRequest, NodeUnavailable, StaleEpoch
@@ -195,7 +195,7 @@ def test_tcp_takes_over_when_shared_memory_cannot_be_had(own, engine_over, caplo
         for _ in range(3):
             assert engine.write(address, [WriteRange(0, 0, data, EPOCH)], soon()).transport == "tcp"
     assert owner.ask("checksum", 0) == checksum(data)
-    [record] = [record for record in caplog.records if record.name == "kvstore.transfer.routes"]
+    [record] = [record for record in caplog.records if record.name == "kvstore.transfer.scheduling.routes"]
     assert "shm does not work" in record.getMessage()
     assert {(s.transport, s.failures, s.is_current) for s in engine.stats()} == {("shm", 1, False), ("tcp", 0, True)}
     elsewhere = replace(owner.address, host_id="another host")

@@ -19,8 +19,8 @@ import pytest
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
 from kvstore.transfer.fake import FakeRail, FakeTransport
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.requests import ReadRange, Request, TransferStatus, WriteRange
-from kvstore.transfer.server import SegmentServer
 from kvstore.transfer.sockets import PeerClosed, Wire, tune
 from kvstore.transfer.transport import Priority
 from mooncake.addresses import split_address

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvstore.transfer.schedule import (
+from kvstore.transfer.scheduling.schedule import (
     CALM_S,
     FAIR_SHARE,
     LONG_STALL_S,

@@ -18,10 +18,10 @@ from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer import native, protocol
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
+from kvstore.transfer.owner.server_connection import Put
 from kvstore.transfer.protocol import ProtocolViolation, Status
 from kvstore.transfer.requests import ReadRange
-from kvstore.transfer.server import SegmentServer
-from kvstore.transfer.server_connection import Put
 from mooncake.addresses import split_address
 
 BLOCK, NUM, GRANTED, AHEAD, EPOCH = 4096, 5, 2, 4, 9

@@ -22,8 +22,8 @@ from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.batch import Reuse
 from mooncake.model.blend import Blending, share_at, turns
 from mooncake.model.llama import LayerByLayer
+from mooncake.model.reading.weights import load_weights
 from mooncake.model.rope import rope_tables
-from mooncake.model.weights import load_weights
 from mooncake.precision import FLOAT32
 
 BLOCK, CHUNK, NUM_CHUNKS, TAIL = 16, 128, 4, 20  # tokens; the first chunk is a prefix

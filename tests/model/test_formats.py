@@ -11,7 +11,7 @@ from mooncake.errors import ConfigError
 from mooncake.kernels.cpu import CpuKernels
 from mooncake.kernels.cpu_build import load_library
 from mooncake.model import CausalLM, ForwardBatch, NoHook
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import Coding, resolve_precision
 
 BLOCK = 16

@@ -20,7 +20,7 @@ from mooncake.gguf.file import GGUFFile
 from mooncake.gguf.parts import open_gguf
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.layers import Weights, WeightsOnDemand
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import KeptGroups, WeightFormat
 from mooncake.sampling_params import SamplingParams
 
@@ -145,7 +145,7 @@ def test_weights_too_large_to_cache_are_values_unless_codes_are_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As codes they took no int8: what was asked for was not done."""
-    monkeypatch.setattr("mooncake.model.weights.MAX_CACHED_BYTES", 0)
+    monkeypatch.setattr("mooncake.model.reading.weights.MAX_CACHED_BYTES", 0)
     checkpoint, name = Converted("gemma3", tmp_path, Kind.Q8_0).checkpoint, "model.layers.1.mlp.up_proj.weight"
     for keeps_groups, kind in (("", type(None)), ("exact", GroupedCodes)):
         weights = load_weights(checkpoint, "float32", keeps_groups=keeps_groups)

@@ -21,11 +21,11 @@ from mooncake.kernels.grouped import GroupedCodes
 from mooncake.key_scales import KeyScales
 from mooncake.model import CausalLM, ForwardBatch, NoHook
 from mooncake.model.cpu_decoder import CpuDecoder
-from mooncake.model.gguf_codes import grouped_codes
-from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.load import load_model
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.gguf_codes import grouped_codes
+from mooncake.model.reading.key_channels import with_scaled_keys
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import WeightFormat, resolve_precision
 
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}

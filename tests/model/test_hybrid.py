@@ -31,7 +31,7 @@ from mooncake.app.bench.peers.own import OwnEngine
 from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import load_config
-from mooncake.engine.backend import BackendSpec, CacheSize, Processes, draft_on, open_backend, open_for_node
+from mooncake.engine.backends.backend import BackendSpec, CacheSize, Processes, draft_on, open_backend, open_for_node
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.engine import Engine
 from mooncake.errors import ConfigError, ModelError

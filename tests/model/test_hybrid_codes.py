@@ -21,7 +21,7 @@ from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import quantise_rows
 from mooncake.model.families.registry import decoder_of
 from mooncake.model.layers import WeightsOnDemand
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.sampling_params import SamplingParams
 
 EXACT = [name for name in SIZES if not name.startswith("falcon")]  # whose factors would be rounded a second time

@@ -15,7 +15,7 @@ from tiny_hybrid import answers, their_answers
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ModelError
 from mooncake.gguf.file import GGUFFile
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 
 WIDE = (".expert_bias", ".e_score_correction_bias", ".A_log", ".dt_bias", ".D")
 FOLDED = ("attention_scale", "embedding_factor", "logit_divisor")  # Falcon-H1's, into weights

@@ -18,9 +18,9 @@ from mooncake.kernels import choose_kernels, reference
 from mooncake.key_scales import KeyScales, load_key_scales, save_key_scales
 from mooncake.llm import LLM
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
-from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.layers import Weights
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.key_channels import with_scaled_keys
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32, resolve_precision
 from mooncake.sampling_params import SamplingParams
 

@@ -26,7 +26,7 @@ from mooncake.model import load_model
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.llama import CausalLM
 from mooncake.model.lora import load_adapter
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
 
 BLOCK_TOKENS = 8

@@ -21,7 +21,7 @@ from mooncake.errors import ModelError
 from mooncake.hashing import Chain
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.load import load_model
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 

@@ -21,7 +21,7 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.backend import BackendSpec, CacheSize, Processes, over_stages
+from mooncake.engine.backends.backend import BackendSpec, CacheSize, Processes, over_stages
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig, StepOutput
 from mooncake.engine.engine import Engine
@@ -42,7 +42,7 @@ from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory, pages_over
 from mooncake.model.parallel.pieces import PieceCost, Span, equal_length
 from mooncake.model.parallel.pipeline import PipelineModel, spans_of
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32, resolve_precision
 from mooncake.sampling_params import SamplingParams
 

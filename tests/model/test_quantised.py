@@ -41,11 +41,11 @@ from mooncake.errors import ModelError
 from mooncake.kernels import choose_kernels, reference
 from mooncake.key_scales import KeyScales
 from mooncake.model import CausalLM
-from mooncake.model.dequantise import dequantised
-from mooncake.model.key_channels import with_scaled_keys
 from mooncake.model.layers import Weights, WeightsOnDemand
 from mooncake.model.load import load_model
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.dequantise import dequantised
+from mooncake.model.reading.key_channels import with_scaled_keys
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32, Coding, WeightFormat, resolve_precision
 from mooncake.quantised import CodedWeight, Layout
 
@@ -230,7 +230,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.kernels import choose_kernels
 from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.llama import CausalLM
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 def own_bytes():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
 def told(name):

@@ -18,7 +18,7 @@ from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes, quantise_rows
 from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.parallel.shards import shard_weights
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 
 PROMPT = [5, 9, 200, 31, 77, 8, 150, 12]
 

@@ -28,7 +28,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model, load_part
 from mooncake.model.parallel.shards import experts_of, shard_config, shard_weights
 from mooncake.model.parallel.vocabulary import VocabularyPart
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
 
 

@@ -15,7 +15,7 @@ from mooncake.errors import ConfigError, InternalError, KVLoadFailed, ModelError
 from mooncake.kernels import reference
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.kept_inputs import input_rows
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
 from mooncake.types import KVLayout
 

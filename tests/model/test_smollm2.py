@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
 
 BLOCK_TOKENS = 64

@@ -28,7 +28,7 @@ from mooncake.model.load import load_model
 from mooncake.model.parallel.context_parallel import ContextParallelModel
 from mooncake.model.parallel.shards import shard_config, shard_weights
 from mooncake.model.parallel.tensor_parallel import TensorParallelModel
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
 from mooncake.sampling_params import SamplingParams
 

@@ -21,7 +21,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.llama import CausalLM
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 from mooncake.page_groups import groups_of
 
 BLOCK, WINDOW, NEW = 8, 16, 24

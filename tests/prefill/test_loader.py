@@ -12,7 +12,7 @@ import pytest
 from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.engine.cache.kv_cache import Arrival, KVCache
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import KVLoadFailed

@@ -11,9 +11,9 @@ import pytest
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.rdma.find import VerbsUnavailable
 from kvstore.transfer.rdma.verbs import Device
-from kvstore.transfer.server import SegmentServer
 
 BLOCK = 192 << 10
 NUM = 16

@@ -352,7 +352,7 @@ OWNER = """
 import json, sys
 from dataclasses import asdict
 from kvstore.segment import Segment
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 segment = Segment.create("owner", 196608, 16)
 server = SegmentServer(segment, "owner", tuple(sys.argv[1:]))
 server.start()

@@ -19,7 +19,7 @@ from tiny_gguf import write_gguf
 from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig

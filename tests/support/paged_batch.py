@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mooncake.kernels import reference
-from mooncake.kernels.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mooncake.checkpoint import open_checkpoint
-from mooncake.engine.backend import BackendSpec, CacheSize, Processes, over_ranks
+from mooncake.engine.backends.backend import BackendSpec, CacheSize, Processes, over_ranks
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.model.parallel.tensor_parallel import TensorParallelModel
 from mooncake.precision import resolve_precision

@@ -20,7 +20,9 @@ class OnDevice:
 
     def __init__(self, has_chunks: bool = True) -> None:
         self._has_chunks = has_chunks
-        self._kernels = pytest.importorskip("mooncake.kernels.gpu", reason="triton is not installed").GpuKernels()
+        self._kernels = pytest.importorskip(
+            "mooncake.kernels.gpu.kernels", reason="triton is not installed"
+        ).GpuKernels()
 
     def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
         def call(*given: Any) -> torch.Tensor:

@@ -12,9 +12,9 @@ from collections import deque
 from statistics import median
 from typing import ClassVar
 
-import mooncake.engine.host
+import mooncake.engine.hosting.host
 from mooncake.app.cluster.role_main import run_role
-from mooncake.engine.node_hook import NodeHook
+from mooncake.engine.hosting.node_hook import NodeHook
 from mooncake.engine.step_plan import StepPlan
 from prefill_node.node import PrefillNode
 
@@ -38,5 +38,5 @@ def _set_slow(signum: int, _: object) -> None:
 if __name__ == "__main__":
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, _set_slow)
-    mooncake.engine.host.NodeHook = SlowHook  # type: ignore[misc]
+    mooncake.engine.hosting.host.NodeHook = SlowHook  # type: ignore[misc]
     run_role("prefill", PrefillNode)

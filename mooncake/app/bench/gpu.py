@@ -285,7 +285,7 @@ def gpu_name() -> str:
     """Of the device that is measured, as torch names it."""
     import torch
 
-    from mooncake.kernels.triton_launch import INTERPRETED
+    from mooncake.kernels.gpu.triton_launch import INTERPRETED
 
     return "none (interpreter)" if INTERPRETED else torch.cuda.get_device_name()
 
@@ -325,8 +325,8 @@ def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str
     import torch
 
     from mooncake.app.bench.gpu_parts.device import Gpu, Scale, state
-    from mooncake.kernels.gpu_attention import Launch
-    from mooncake.kernels.triton_launch import built_kernels
+    from mooncake.kernels.gpu.attention import Launch
+    from mooncake.kernels.gpu.triton_launch import built_kernels
 
     [part] = [part for part in PARTS if part.name == name]
     module, _, function = part.work.partition(":")
@@ -398,7 +398,7 @@ def _check(tiny: bool) -> None:
 
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("the kernels need Triton, which is not installed")
-    from mooncake.kernels.triton_launch import INTERPRETED
+    from mooncake.kernels.gpu.triton_launch import INTERPRETED
 
     if not INTERPRETED and not torch.cuda.is_available():
         raise ConfigError(

@@ -20,8 +20,8 @@ from kvstore.layout.plan import plan
 from kvstore.layout.reader import LayoutReader, Shard
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.requests import ReadRange
-from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench.peers.spawned import spawned
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.flags import Flags, names

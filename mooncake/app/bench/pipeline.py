@@ -27,7 +27,7 @@ from mooncake.app.flags import Flags
 from mooncake.app.outputs import output_file
 from mooncake.app.plots import write_timeline
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.backend import BackendSpec, CacheSize, Processes, over_stages
+from mooncake.engine.backends.backend import BackendSpec, CacheSize, Processes, over_stages
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
 from mooncake.kernels.cpu_threads import use_threads

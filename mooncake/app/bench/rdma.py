@@ -24,10 +24,10 @@ import numpy as np
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.rdma.find import VerbsUnavailable
 from kvstore.transfer.rdma.verbs import Device
 from kvstore.transfer.requests import ReadRange, WriteRange
-from kvstore.transfer.server import SegmentServer
 from mooncake.app.bench.peers.spawned import spawned
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.flags import Flags, numbers

@@ -23,8 +23,8 @@ from rich.progress import Progress
 
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
+from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.requests import ReadRange, Request, Transfer, WriteRange
-from kvstore.transfer.server import SegmentServer
 from mooncake.addresses import split_address
 from mooncake.app.bench.peers.process import PeerProcess
 from mooncake.app.bench.peers.rails import Rails

@@ -26,7 +26,7 @@ from mooncake.app.variants.training import Training, tuned
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.errors import ConfigError
 from mooncake.model import CausalLM
-from mooncake.model.weights import load_weights
+from mooncake.model.reading.weights import load_weights
 
 BLOCK_TOKENS = 4  # small, so that nearly all of even short prompts is inherited
 PROFILED_SEED, TESTED_SEED = 1 << 20, 1 << 21  # seeds of questions; those of training count from 0

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from decode_node.role import DecodeRole, open_segment
 from mooncake.app.cluster.role_main import run_role
 from mooncake.config import Config, EngineSection
-from mooncake.engine.backend import CacheSize
+from mooncake.engine.backends.backend import CacheSize
 from mooncake.engine_node import EngineNode, NodeRole
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.model.pages import Mappable

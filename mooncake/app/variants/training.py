@@ -18,8 +18,8 @@ from torch.nn import functional
 from mooncake.app.variants.task import MostOfAll
 from mooncake.checkpoint import Checkpoint
 from mooncake.errors import ConfigError
+from mooncake.model.reading.weights import load_weights
 from mooncake.model.rope import rope_tables
-from mooncake.model.weights import load_weights
 
 PROJECTIONS = (
     *(f"self_attn.{name}_proj" for name in "qkvo"),

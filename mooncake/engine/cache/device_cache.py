@@ -18,9 +18,9 @@ import torch
 from mooncake.engine.cache.kv_cache import HERE, Arrival, KVCache
 from mooncake.engine.contract import AsyncModel, CausalModel, HasVocabulary, StartedStep
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
-from mooncake.kernels.gpu import copy_pages
+from mooncake.kernels.gpu.kernels import copy_pages
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.device_sampler import Draws
+from mooncake.model.gpu.device_sampler import Draws
 from mooncake.model.pages import TORCH_DTYPES
 from mooncake.types import KVLayout
 

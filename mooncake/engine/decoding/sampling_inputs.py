@@ -10,7 +10,7 @@ import numpy as np
 from mooncake.engine.decoding.randomness import uniforms
 from mooncake.engine.decoding.sampler import pack_sampling
 from mooncake.engine.sequence import Sequence
-from mooncake.model.device_sampler import Draws
+from mooncake.model.gpu.device_sampler import Draws
 
 _KEPT = np.dtype([(name, "f8") for name in ("temperature", "top_p", "min_p")] + [("top_k", "i8"), ("seed", "u8")])
 

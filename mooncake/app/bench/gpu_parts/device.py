@@ -19,9 +19,9 @@ from importlib.metadata import version
 import torch
 
 from mooncake.app.bench.report import Figure, Report
-from mooncake.kernels.gpu_attention import DECODE_ROWS, PREFILL_ROWS, Launch, attention_launch
-from mooncake.kernels.triton_launch import INTERPRETED, DoesNotFit
-from mooncake.model.planned_kernels import PlannedKernels
+from mooncake.kernels.gpu.attention import DECODE_ROWS, PREFILL_ROWS, Launch, attention_launch
+from mooncake.kernels.gpu.triton_launch import INTERPRETED, DoesNotFit
+from mooncake.model.gpu.planned_kernels import PlannedKernels
 
 REPETITION_S = 0.2
 RUNS_A_LAP = 8  # minimum runs in a captured graph

@@ -23,7 +23,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
 from mooncake.model.batch import ForwardBatch, LayerHook
-from mooncake.model.gpu_model import GpuModel
+from mooncake.model.gpu.gpu_model import GpuModel
 from mooncake.model_config import ModelConfig
 from mooncake.sampling import SamplingParams
 from mooncake.types import KVLayout, SampledToken

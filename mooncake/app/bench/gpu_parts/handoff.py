@@ -15,14 +15,14 @@ import numpy as np
 from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.server import SegmentServer
+from kvstore.transfer.owner.server import SegmentServer
 from mooncake.app.bench.report import Figure, Report
 from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, SettledModel
 from mooncake.engine.contract import NO_HOOK, EngineConfig, StepHook, StepOutput
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
-from mooncake.model.gpu_model import GpuModel
+from mooncake.model.gpu.gpu_model import GpuModel
 from mooncake.sampling import SamplingParams
 from mooncake.types import KVLayout
 from prefill_node.kv_writer import Destination, KVWriter, WriteStream

@@ -15,10 +15,10 @@ import torch
 from mooncake.app.bench.gpu_parts.device import DECODE, DECODE_INT8, PREFILL, Gpu, check, rate
 from mooncake.app.bench.report import Figure, Report
 from mooncake.kernels import reference
-from mooncake.kernels.gpu import COPY_PROGRAMS, COPY_WORDS, GpuKernels, Int8Linear, codes_and_scales, copy_pages
-from mooncake.kernels.gpu_attention import DevicePlan
+from mooncake.kernels.gpu.attention import DevicePlan
+from mooncake.kernels.gpu.kernels import COPY_PROGRAMS, COPY_WORDS, GpuKernels, Int8Linear, codes_and_scales, copy_pages
+from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.kernels.reference import SCALE_BYTES
-from mooncake.kernels.triton_launch import INTERPRETED
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of an 8B model of the Llama family
 READ_STREAM, COPY = "read stream", "copy, read + write"

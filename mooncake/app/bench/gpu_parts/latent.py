@@ -16,8 +16,8 @@ from mooncake.app.bench.gpu_parts.device import Gpu, check, rate
 from mooncake.app.bench.gpu_parts.kernels import MOST_ERROR
 from mooncake.app.bench.report import Figure, Report
 from mooncake.kernels import reference
-from mooncake.kernels.gpu import GpuKernels, codes_and_scales
-from mooncake.kernels.gpu_attention import DevicePlan
+from mooncake.kernels.gpu.attention import DevicePlan
+from mooncake.kernels.gpu.kernels import GpuKernels, codes_and_scales
 from mooncake.kernels.reference import SCALE_BYTES
 
 ROW, VALUE = 576, 512  # columns of a row, and how many of them are the value

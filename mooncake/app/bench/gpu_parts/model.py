@@ -9,9 +9,9 @@ from mooncake.app.bench.gpu_parts.kernels import HEAD_DIM, HEADS, KV_HEADS
 from mooncake.app.bench.report import Figure, Report
 from mooncake.checkpoint import weight_shapes
 from mooncake.model.batch import ForwardBatch, NoHook
-from mooncake.model.gpu_model import GpuModel
+from mooncake.model.gpu.gpu_model import GpuModel
+from mooncake.model.gpu.planned_kernels import PlannedKernels
 from mooncake.model.llama import CausalLM
-from mooncake.model.planned_kernels import PlannedKernels
 from mooncake.model_config import ModelConfig
 
 BLOCK = 64

@@ -21,7 +21,7 @@ from mooncake.app.bench.gpu_parts.device import Gpu, check, rate
 from mooncake.app.bench.gpu_parts.model import BLOCK, MOST_ERROR, decode_batch, model_of_8b
 from mooncake.app.bench.report import Report
 from mooncake.checkpoint import Checkpoint, open_checkpoint, weight_shapes
-from mooncake.engine.backend import ALONE, Backend, BackendSpec, CacheSize, Processes, open_for_node
+from mooncake.engine.backends.backend import ALONE, Backend, BackendSpec, CacheSize, Processes, open_for_node
 from mooncake.engine.cache.kv_cache import Arrival, Mirror
 from mooncake.engine.contract import AsyncModel
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import TracebackType
 
-from kvstore.transfer.limiter import TokenBucket
+from kvstore.transfer.scheduling.limiter import TokenBucket
 from mooncake.errors import NodeUnavailable
 
 CHUNK_BYTES = 32 << 10

@@ -1,0 +1,1 @@
+"""The side of a segment's owner: ``server`` says who may write which block, and listens."""

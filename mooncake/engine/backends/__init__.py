@@ -1,0 +1,1 @@
+"""What an engine computes with: ``backend`` opens it, on one processor or GPU, or over several processes."""

@@ -1,0 +1,1 @@
+"""What nodes add to an engine: settings, its thread's start and end, measurements, adapters that come and go."""

@@ -1,0 +1,1 @@
+"""A model on a GPU: planned attention, replayed decode steps, tokens drawn there."""
