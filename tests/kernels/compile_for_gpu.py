@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mooncake.app.bench.gpu_parts.device import DECODE_INT8, OTHERS
-from mooncake.kernels import (
+from mooncake.kernels.gpu import (
     triton_attention,
     triton_coded_attention,
     triton_elementwise,
