@@ -154,7 +154,7 @@ class CpuKernels:
         width = weight.shape[0]
         status = self._add_rms_norm(
             residual.data_ptr(),
-            None if update is None else update.data_ptr(),
+            _pointer(update),
             weight.data_ptr(),
             output.data_ptr(),
             residual.numel() // width,
@@ -191,7 +191,7 @@ class CpuKernels:
         head_dim = pages.head_dim
         tokens, width = qkv.shape
         num_heads = width // head_dim - cache_layer.shape[1] * pages.num_kv_heads
-        norms = [None if norm is None else norm.data_ptr() for norm in (query_norm, key_norm)]
+        norms = map(_pointer, (query_norm, key_norm))
         rope = Rope(cos.data_ptr(), sin.data_ptr(), cos.shape[0], *norms, eps)
         status = self._rope_write_kv(
             qkv.data_ptr(),
@@ -327,9 +327,8 @@ class CpuKernels:
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        rest = (scale, window, softcap, sinks, alibi_slopes)
-        given = (query, cache_layer, block_tables, query_starts, context_lens, *rest)
-        return self.ready_attention(*given)()
+        given = (query, cache_layer, block_tables, query_starts, context_lens, scale, window, softcap)
+        return self.ready_attention(*given, sinks, alibi_slopes)()
 
     def ready_attention(
         self,
@@ -346,34 +345,14 @@ class CpuKernels:
     ) -> Callable[[], torch.Tensor]:
         """``paged_attention`` except for the call of the library, which may be made any number of times while the
         tensors live."""
-        query_stride, *inner = query.stride()
         of_heads = [numbers for numbers in (sinks, alibi_slopes) if numbers is not None]
         are_wide = all(numbers.dtype is torch.float32 and numbers.is_contiguous() for numbers in of_heads)
-        if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1] and are_wide):
-            rest = (scale, window, softcap, sinks, alibi_slopes)
-            given = (query, cache_layer, block_tables, query_starts, context_lens, *rest)
-            return lambda: reference.paged_attention(*given)
-        output, attend, pages = query.new_empty(query.shape), self._paged_attention, pages_of(cache_layer)
-        arguments = (
-            query.data_ptr(),
-            query_stride,
-            output.data_ptr(),
-            ctypes.byref(pages),
-            query.shape[1],
-            block_tables.data_ptr(),
-            block_tables.stride(0),
-            query_starts.data_ptr(),
-            context_lens.data_ptr(),
-            context_lens.shape[0],
-            scale,
-            window,
-            softcap,
-            None if sinks is None else sinks.data_ptr(),
-            None if alibi_slopes is None else alibi_slopes.data_ptr(),
-            None,
-            None,
-            num_threads(),
-        )
+        given = (query, cache_layer, block_tables, query_starts, context_lens)
+        if not (are_wide and _takes_queries(query, cache_layer)):
+            return lambda: reference.paged_attention(*given, scale, window, softcap, sinks, alibi_slopes)
+        output, attend = query.new_empty(query.shape), self._paged_attention
+        settings = (scale, window, softcap, *map(_pointer, (sinks, alibi_slopes)), None, None)
+        arguments = (*_attention_arguments(output, *given), *settings, num_threads())
 
         def call() -> torch.Tensor:
             check(attend(*arguments))
@@ -392,34 +371,44 @@ class CpuKernels:
         scale: float,
         softcap: float = 0.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        query_stride, *inner = query.stride()
-        if not (_takes_pages(cache_layer, query) and inner == [query.shape[2], 1]):
-            given = (query, cache_layer, block_tables, query_starts, context_lens, positions, scale, softcap)
-            return reference.partial_attention(*given)
+        given = (query, cache_layer, block_tables, query_starts, context_lens)
+        if not _takes_queries(query, cache_layer):
+            return reference.partial_attention(*given, positions, scale, softcap)
         output, log_sums = query.new_zeros(query.shape), query.new_full(query.shape[:2], float("-inf"))
-        pages = pages_of(cache_layer)
-        status = self._paged_attention(
-            query.data_ptr(),
-            query_stride,
-            output.data_ptr(),
-            ctypes.byref(pages),
-            query.shape[1],
-            block_tables.data_ptr(),
-            block_tables.stride(0),
-            query_starts.data_ptr(),
-            context_lens.data_ptr(),
-            context_lens.shape[0],
-            scale,
-            0,
-            softcap,
-            None,
-            None,
-            positions.data_ptr(),
-            log_sums.data_ptr(),
-            num_threads(),
-        )
-        check(status)
+        settings = (scale, 0, softcap, None, None, positions.data_ptr(), log_sums.data_ptr())
+        check(self._paged_attention(*_attention_arguments(output, *given), *settings, num_threads()))
         return output, log_sums
+
+
+def _attention_arguments(
+    output: torch.Tensor,
+    query: torch.Tensor,
+    cache_layer: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> tuple[object, ...]:
+    """What the library's attention is told first: where everything is."""
+    return (
+        query.data_ptr(),
+        query.stride(0),
+        output.data_ptr(),
+        ctypes.byref(pages_of(cache_layer)),
+        query.shape[1],
+        block_tables.data_ptr(),
+        block_tables.stride(0),
+        query_starts.data_ptr(),
+        context_lens.data_ptr(),
+        context_lens.shape[0],
+    )
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _takes_queries(query: torch.Tensor, cache_layer: torch.Tensor) -> bool:
+    return _takes_pages(cache_layer, query) and query.stride()[1:] == (query.shape[2], 1)
 
 
 def _takes_pages(cache_layer: torch.Tensor, activations: torch.Tensor) -> bool:

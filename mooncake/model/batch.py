@@ -60,33 +60,33 @@ class ForwardBatch:
     runs: Mapping[int, Runs] | None = None  # by group, where layers keep states; None: ``States`` makes them
 
     @classmethod
-    def of_prompt(cls, tokens: torch.Tensor, block_tokens: int, logit_rows: torch.Tensor) -> ForwardBatch:
-        """One whole prompt, ``tokens`` [T], in the first blocks of a cache."""
-        count = tokens.shape[0]
-        positions = torch.arange(count)
+    def of_sequence(
+        cls, tokens: torch.Tensor, first: int, block_ids: torch.Tensor, block_tokens: int, logit_rows: torch.Tensor
+    ) -> ForwardBatch:
+        """``tokens`` [T] of one sequence from position ``first`` on, whose KV is in ``block_ids``, int32 [M]."""
+        end = first + tokens.shape[0]
+        positions = torch.arange(first, end)
         return cls(
             tokens=tokens,
             positions=positions,
-            query_starts=torch.tensor([0, count], dtype=torch.int32),
-            context_lens=torch.tensor([count], dtype=torch.int32),
-            block_tables=torch.arange(-(-count // block_tokens), dtype=torch.int32)[None],
-            slots=positions,
+            query_starts=torch.tensor([0, end - first], dtype=torch.int32),
+            context_lens=torch.tensor([end], dtype=torch.int32),
+            block_tables=block_ids[None],
+            slots=block_ids[positions // block_tokens].long() * block_tokens + positions % block_tokens,
             logit_rows=logit_rows,
         )
 
     @classmethod
+    def of_prompt(cls, tokens: torch.Tensor, block_tokens: int, logit_rows: torch.Tensor) -> ForwardBatch:
+        """One whole prompt, ``tokens`` [T], in the first blocks of a cache."""
+        block_ids = torch.arange(-(-tokens.shape[0] // block_tokens), dtype=torch.int32)
+        return cls.of_sequence(tokens, 0, block_ids, block_tokens, logit_rows)
+
+    @classmethod
     def of_last_token(cls, tokens: torch.Tensor, block_tokens: int, block_ids: Sequence[int]) -> ForwardBatch:
         """A decode step of the last of ``tokens`` [T]; these blocks have the KV of the others."""
-        position = tokens.shape[0] - 1
-        return cls(
-            tokens=tokens[position:],
-            positions=torch.tensor([position]),
-            query_starts=torch.tensor([0, 1], dtype=torch.int32),
-            context_lens=torch.tensor([position + 1], dtype=torch.int32),
-            block_tables=torch.tensor([list(block_ids)], dtype=torch.int32),
-            slots=torch.tensor([block_ids[position // block_tokens] * block_tokens + position % block_tokens]),
-            logit_rows=torch.tensor([0]),
-        )
+        table, first = torch.tensor(list(block_ids), dtype=torch.int32), tokens.shape[0] - 1
+        return cls.of_sequence(tokens[first:], first, table, block_tokens, torch.tensor([0]))
 
     def pages_of(self, layer: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         """For the cache's ``layer``: its first row of a page (where each layer is one row), block tables and slots."""

@@ -108,20 +108,10 @@ class DraftModel:
 
     def _read(self, drafted: _Drafted, new: list[int]) -> int:
         """Append the KV of these tokens. Returns the most likely next one."""
-        first, end = drafted.num_read, drafted.num_read + len(new)
-        positions = torch.arange(first, end)
         table = torch.tensor(drafted.table, dtype=torch.int32)
-        blocks = table[positions // self._block_tokens].long()
-        batch = ForwardBatch(
-            tokens=torch.tensor(new),
-            positions=positions,
-            query_starts=torch.tensor([0, len(new)], dtype=torch.int32),
-            context_lens=torch.tensor([end], dtype=torch.int32),
-            block_tables=table[None],
-            slots=blocks * self._block_tokens + positions % self._block_tokens,
-            logit_rows=torch.tensor([len(new) - 1]),
-        )
-        drafted.num_read = end
+        tokens, last = torch.tensor(new), torch.tensor([len(new) - 1])
+        batch = ForwardBatch.of_sequence(tokens, drafted.num_read, table, self._block_tokens, last)
+        drafted.num_read += len(new)
         return int(self._model.forward(batch, self._cache.tensor, NoHook())[0].argmax())
 
     def _seal(self, drafted: _Drafted, sequence: Sequence) -> None:
