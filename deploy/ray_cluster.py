@@ -21,7 +21,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mooncake.app.cli import exit_code
+from mooncake.app.cli.main import exit_code
 from mooncake.app.cluster.role_main import run_async
 from mooncake.app.cluster.serve import serve_on_ray
 from mooncake.config import load_config

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvstore.board import Board
-from kvstore.board_door import BoardDoor
-from kvstore.board_library import MAX_NOTES
+from kvstore.board.board import Board
+from kvstore.board.door import BoardDoor
+from kvstore.board.library import MAX_NOTES
 from kvstore.eviction import POLICIES, EvictionPolicy, make_policy
 from kvstore.fast_rpc import FastRpcServer
 from kvstore.replicas import ReplicaServicer
@@ -21,7 +21,7 @@ from kvstore.service import StoreServicer
 from kvstore.ssd.record import PAGE, padded
 from kvstore.ssd.tier import GROUP_BYTES, SsdTier
 from kvstore.store import Store
-from kvstore.tiers import TierRules
+from kvstore.tiers.decisions import TierRules
 from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.owner.server_connection import Put
 from kvstore.transfer.sockets import bound_to

@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from enum import Enum
 
-from kvstore.board import Board
-from kvstore.board_library import MAX_GIFTS
+from kvstore.board.board import Board
+from kvstore.board.library import MAX_GIFTS
 from kvstore.checksum import Checksums
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import OWN, BlockName, Grant

@@ -14,18 +14,18 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvstore.board import Board
+from kvstore.board.board import Board
 from kvstore.eviction import EvictionPolicy
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import OWN, BlockName, Counts, Grant, Lease, Offer
-from kvstore.promoting import Promoting
-from kvstore.recomputed import Recomputed
-from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.slots_ahead import NEAR_AHEAD, WIRE, SlotsAhead
 from kvstore.ssd.record import PAGE, padded
 from kvstore.ssd.tier import CLOSE_TIMEOUT_S, SsdTier
-from kvstore.tiers import Demotion, TierRules, Worth, tier_events
+from kvstore.tiers.decisions import Demotion, TierRules, Worth, tier_events
+from kvstore.tiers.promoting import Promoting
+from kvstore.tiers.recomputed import Recomputed
+from kvstore.tiers.saving import Saving
 from kvstore.transfer.owner.server import SegmentServer
 from kvstore.writing import Sealing, Wanted, Writing
 from mooncake.errors import InvalidRequest, NodeUnavailable

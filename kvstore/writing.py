@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from kvstore.checksum import Checksums, first_mismatch
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import BlockName, Grant, Offer, Reserved
-from kvstore.recomputed import Recomputed
-from kvstore.saving import Saving
 from kvstore.segment import Segment
 from kvstore.slots_ahead import SlotsAhead
-from kvstore.tiers import Worth
+from kvstore.tiers.decisions import Worth
+from kvstore.tiers.recomputed import Recomputed
+from kvstore.tiers.saving import Saving
 from kvstore.transfer.owner.server import SegmentServer
 from mooncake.errors import OutOfBlocks
 

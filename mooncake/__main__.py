@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def main() -> None:
     try:
-        from mooncake.app.cli import main as run  # on a busy machine it takes seconds
+        from mooncake.app.cli.main import main as run  # on a busy machine it takes seconds
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     run()

@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 import pytest
 
-from mooncake.app.foreign_flags import OF_SGLANG, OF_VLLM
+from mooncake.app.cli.foreign_flags import OF_SGLANG, OF_VLLM
 from mooncake.config import Config
 
 ROOT = Path(__file__).parents[1]

@@ -159,7 +159,14 @@ def test_the_diagram_has_no_room_that_is_not_there() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["conductor.node", "kvstore.node", "mooncake.app.cli", "mooncake.app.cluster.local", "mooncake.client", "mooncake"],
+    [
+        "conductor.node",
+        "kvstore.node",
+        "mooncake.app.cli.main",
+        "mooncake.app.cluster.local",
+        "mooncake.client",
+        "mooncake",
+    ],
 )
 def test_light_parts_start_without_heavy_libraries(name: str) -> None:
     program = (

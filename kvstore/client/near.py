@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from kvstore.board_reader import BoardReader, Outcome
+from kvstore.board.reader import BoardReader, Outcome
 from kvstore.checksum import Checksums, checksums_to_wire
 from kvstore.client.calls import UNHEARD_S, StoreCalls, left_s
 from kvstore.client.far import FarStore

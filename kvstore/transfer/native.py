@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("wire.cpp")
 HEADERS = [
     *(SOURCE.with_name(name) for name in ("flow.h", "frames.h")),
-    *(SOURCE.parent.with_name(name) for name in ("board.h", "copy.h", "xxh3.h")),
+    *(SOURCE.parents[1] / name for name in ("board/board.h", "copy.h", "xxh3.h")),
 ]
 WORTH_BYTES = 16 << 10  # smaller pieces are sent sooner from Python
 MANY_BYTES = 64 << 10  # copies from here on go past the caches: nothing is read to be overwritten

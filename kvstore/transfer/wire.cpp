@@ -15,7 +15,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../board.h"
+#include "../board/board.h"
 #include "../copy.h"
 #include "flow.h"
 #include "frames.h"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from mooncake.app.cli import app
+from mooncake.app.cli.main import app
 from mooncake.app.traces.cache_lab import LAB_POLICIES, Lab, Rates, Rules
 from mooncake.app.traces.cache_lab_command import TITLES
 from mooncake.app.traces.cache_lab_report import Cell, cells, markdown

@@ -221,7 +221,7 @@ def test_help_says_what_there_is_in_whole_sentences_and_benchmarks_list_their_ow
 def test_every_flag_of_a_benchmark_says_what_it_is() -> None:
     """In one process: each would import torch anew."""
     code = (
-        "import contextlib, importlib, mooncake.app.cli as cli\n"
+        "import contextlib, importlib, mooncake.app.cli.main as cli\n"
         "for name in cli.BENCHES:\n"
         "    with contextlib.suppress(SystemExit):\n"
         "        importlib.import_module(f'mooncake.app.bench.{name}').main(['--help'])\n"

@@ -16,7 +16,7 @@ from certificates import make_certificate
 from live import SMALL, running_cluster, small_config
 
 from mooncake.api_keys import API_KEY_ENV
-from mooncake.app.cli import exit_code
+from mooncake.app.cli.main import exit_code
 from mooncake.client import Client
 from mooncake.errors import NodeUnavailable, Unauthenticated
 from mooncake.tls import CA_CERTS_ENV, Tls

@@ -4,7 +4,7 @@
 #include <thread>
 #include <vector>
 
-#include "../../kvstore/board.h"
+#include "../../kvstore/board/board.h"
 
 extern "C" void note_reads(board::Mailbox* mailbox, uint64_t slot, uint64_t epoch, int num_threads, int millis) {
     const auto until = std::chrono::steady_clock::now() + std::chrono::milliseconds(millis);

@@ -24,10 +24,10 @@ import pytest_asyncio
 from descriptors import no_file_descriptors
 
 import kvstore
-from kvstore.board import Board
-from kvstore.board_door import BoardDoor
-from kvstore.board_library import load_board
-from kvstore.board_reader import BoardReader, Outcome
+from kvstore.board.board import Board
+from kvstore.board.door import BoardDoor
+from kvstore.board.library import load_board
+from kvstore.board.reader import BoardReader, Outcome
 from kvstore.checksum import range_checksums
 from kvstore.client.near import RETURN_AHEAD_AFTER_S
 from kvstore.client.store_client import StoreClient
@@ -176,7 +176,7 @@ async def test_a_flipped_bit_is_found_and_what_was_read_is_noted(desk):
 
 
 async def test_readers_that_note_at_once_leave_no_gap_at_which_the_store_would_wait_for_ever(desk):
-    headers = [ROOT / "kvstore" / name for name in ("board.h", "xxh3.h")]
+    headers = [ROOT / "kvstore" / name for name in ("board/board.h", "xxh3.h")]
     library = load_native("note_reads", Path(__file__).with_name("note_reads.cpp"), headers)
     [mailbox] = desk.board._mailboxes.values()
     desk.put(0, 1, b"key", bytes(SLOT_BYTES))

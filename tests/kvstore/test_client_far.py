@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.board import Board
+from kvstore.board.board import Board
 from kvstore.checksum import range_checksums
 from kvstore.client.far import MAX_CONNECTIONS, FarStore
 from kvstore.index.types import BlockName, Grant

@@ -15,7 +15,7 @@ from kvstore.transfer import native
 
 ROOT = Path(__file__).parents[2]
 LOAD_BOTH = (
-    "from kvstore.transfer.owner.native_owner import load_owner; from kvstore.board_library import load_board; "
+    "from kvstore.transfer.owner.native_owner import load_owner; from kvstore.board.library import load_board; "
     "assert load_owner() and load_board()"
 )
 
@@ -23,8 +23,8 @@ LOAD_BOTH = (
 @pytest.mark.parametrize(
     ("source", "line", "changed"),
     [
-        ("board.h", "kGifts = 8;", "kGifts = 16;"),
-        ("board.h", "uint16_t ranges, name_bytes;", "uint32_t ranges, name_bytes;"),
+        ("board/board.h", "kGifts = 8;", "kGifts = 16;"),
+        ("board/board.h", "uint16_t ranges, name_bytes;", "uint32_t ranges, name_bytes;"),
         ("transfer/wire.cpp", "kMaxAhead = 64;", "kMaxAhead = 65;"),
     ],
 )

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvstore.board import Board
-from kvstore.board_door import BoardDoor
-from kvstore.board_reader import BoardReader, Outcome
+from kvstore.board.board import Board
+from kvstore.board.door import BoardDoor
+from kvstore.board.reader import BoardReader, Outcome
 from kvstore.checksum import range_checksums
 from kvstore.eviction import make_policy
 from kvstore.index.types import BlockName, Grant, Lease
@@ -28,7 +28,7 @@ from kvstore.segment import Segment
 from kvstore.slots_ahead import WIRE
 from kvstore.ssd.tier import SsdTier
 from kvstore.store import Store
-from kvstore.tiers import TierRules
+from kvstore.tiers.decisions import TierRules
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.keyed import Commit, Put, can_put
 from kvstore.transfer.owner.server import SegmentServer

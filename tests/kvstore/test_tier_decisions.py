@@ -8,7 +8,7 @@ import pytest
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import BlockName, Held
 from kvstore.ssd.record import BlockHeader
-from kvstore.tiers import Demotion, TierRules, Worth, promotion, tier_events
+from kvstore.tiers.decisions import Demotion, TierRules, Worth, promotion, tier_events
 from mooncake.errors import OutOfBlocks
 from mooncake.types import BlockEvent, BlockKey, Tier
 

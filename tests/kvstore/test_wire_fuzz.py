@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 
-from kvstore.board import Board
+from kvstore.board.board import Board
 from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer import native, protocol

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from mooncake.app.cli import app
+from mooncake.app.cli.main import app
 from mooncake.app.reproduction.experiments import Traces
 from mooncake.app.reproduction.findings import Finding, Row
 from mooncake.app.reproduction.reproduce import markdown, page, reproduce

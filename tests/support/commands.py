@@ -8,7 +8,15 @@ from functools import cache
 
 from fork_server import ForkServer
 
-IMPORTED = ("cli", "cluster.serve", "key_scales", "run_batch", "sim.commands.simulate", "talk", "traces.replay_command")
+IMPORTED = (
+    "cli.main",
+    "cluster.serve",
+    "key_scales",
+    "run_batch",
+    "sim.commands.simulate",
+    "talk",
+    "traces.replay_command",
+)
 
 
 @cache

@@ -21,7 +21,7 @@ from rich.progress import Progress
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.bench.shared.prompts import TEXT, text_windows
 from mooncake.app.bench.shared.timing import in_turns, milliseconds
-from mooncake.app.flags import Flags
+from mooncake.app.cli.flags import Flags
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import PrefillSection
 from mooncake.engine.cache.kv_cache import KVCache

@@ -39,7 +39,7 @@ from mooncake.app.bench.quality import window_losses
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.bench.shared.prompts import TEXT, python_reference
 from mooncake.app.bench.shared.timing import in_turns, milliseconds
-from mooncake.app.flags import Flags, positive, whole
+from mooncake.app.cli.flags import Flags, positive, whole
 from mooncake.app.outputs import output_folder
 from mooncake.checkpoint import open_checkpoint, weight_shapes
 from mooncake.engine.cache.kv_cache import KVCache

@@ -17,7 +17,7 @@ import torch
 
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.bench.shared.prompts import random_prompt
-from mooncake.app.flags import Flags, positive
+from mooncake.app.cli.flags import Flags, positive
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig

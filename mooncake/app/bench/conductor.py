@@ -27,7 +27,7 @@ from conductor.placement.view import RequestFacts, Shape
 from conductor.prefixes.index import PrefixIndex
 from conductor.registry import NodeInfo, Registry
 from mooncake.app.bench.report import Figure, Report, Value, tell
-from mooncake.app.flags import Flags, numbers
+from mooncake.app.cli.flags import Flags, numbers
 from mooncake.errors import ConfigError
 from mooncake.hashing import chain_seed, extend_chain
 from mooncake.types import BlockEvent, BlockKey, Role, SegmentAddress, TokenIds

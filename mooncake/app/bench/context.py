@@ -17,7 +17,7 @@ import torch
 from rich.progress import Progress
 
 from mooncake.app.bench.report import Figure, Report, Value, tell
-from mooncake.app.flags import Flags
+from mooncake.app.cli.flags import Flags
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError

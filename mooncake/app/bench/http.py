@@ -20,10 +20,10 @@ from mooncake.app.bench.load.traffic import Served, Traffic
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.server import PeerServer
 from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.cli.flags import Flags
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.cluster.preflight import available_cores
 from mooncake.app.cluster.role_main import run_async, unless_stopped
-from mooncake.app.flags import Flags
 from mooncake.app.latency import percentile
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.errors import ConfigError, InternalError, MooncakeError, NodeUnavailable

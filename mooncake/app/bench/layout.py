@@ -24,7 +24,7 @@ from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.requests import ReadRange
 from mooncake.app.bench.peers.spawned import spawned
 from mooncake.app.bench.report import Figure, Report, tell
-from mooncake.app.flags import Flags, names
+from mooncake.app.cli.flags import Flags, names
 from mooncake.types import KVLayout, SegmentAddress
 
 SMOLLM2 = KVLayout(30, 3, 64, 64, "float32")

@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from mooncake.app.bench.report import Figure, Report, Value, tell
 from mooncake.app.bench.shared.prompts import MIN_TOKEN
-from mooncake.app.flags import Flags
+from mooncake.app.cli.flags import Flags
 from mooncake.app.outputs import output_file
 from mooncake.app.plots import write_timeline
 from mooncake.checkpoint import Checkpoint, open_checkpoint

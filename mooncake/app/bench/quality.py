@@ -24,7 +24,7 @@ import mooncake.model as models
 from mooncake.app.bench.engine_parts.kernels import weight_bytes
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.bench.shared.prompts import TEXT, text_windows
-from mooncake.app.flags import Flags, names
+from mooncake.app.cli.flags import Flags, names
 from mooncake.app.key_scales import measured
 from mooncake.app.outputs import output_file
 from mooncake.checkpoint import Checkpoint, open_checkpoint

@@ -30,7 +30,7 @@ from kvstore.transfer.rdma.verbs import Device
 from kvstore.transfer.requests import ReadRange, WriteRange
 from mooncake.app.bench.peers.spawned import spawned
 from mooncake.app.bench.report import Figure, Report, tell
-from mooncake.app.flags import Flags, numbers
+from mooncake.app.cli.flags import Flags, numbers
 from mooncake.errors import ConfigError
 from mooncake.types import SegmentAddress
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mooncake.app.bench.report import Figure, Report, tell
-from mooncake.app.flags import Flags
+from mooncake.app.cli.flags import Flags
 from mooncake.errors import ConfigError, InternalError
 from mooncake.llm import LLM
 from mooncake.sampling_params import SamplingParams

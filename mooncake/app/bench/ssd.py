@@ -28,7 +28,7 @@ from kvstore.ssd.reads import READ_THREADS
 from kvstore.ssd.record import BlockHeader
 from kvstore.ssd.tier import SsdTier
 from mooncake.app.bench.report import Figure, Report, tell
-from mooncake.app.flags import Flags
+from mooncake.app.cli.flags import Flags
 from mooncake.errors import ConfigError, InternalError
 from mooncake.types import BlockKey
 

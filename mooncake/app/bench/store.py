@@ -30,7 +30,7 @@ from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.bench.shared.bare_socket import BareSocket, serve
 from mooncake.app.bench.shared.memory import Memory, pages, random_pages
 from mooncake.app.bench.shared.timing import median_us, repeated
-from mooncake.app.flags import Flags, names
+from mooncake.app.cli.flags import Flags, names
 from mooncake.config import load_config
 from mooncake.errors import InternalError
 from mooncake.prefault import prefault

@@ -17,7 +17,7 @@ import torch
 from rich.progress import Progress
 
 from mooncake.app.bench.report import Figure, Report, tell
-from mooncake.app.flags import Flags
+from mooncake.app.cli.flags import Flags
 from mooncake.app.variants.comparison import Comparison, Prompt, every_input
 from mooncake.app.variants.profile import Search, judged, search
 from mooncake.app.variants.serving import Serving, first_tokens

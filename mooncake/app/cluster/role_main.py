@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, TypeVar
 
+from mooncake.app.cli.flags import add_overrides
 from mooncake.app.cluster.last_resort import LoopWatch, end_when_crippled
-from mooncake.app.flags import add_overrides
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, NodeUnavailable, Unauthenticated
 from mooncake.threads import Threads

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mooncake.app.flags import Flags, names, numbers
+from mooncake.app.cli.flags import Flags, names, numbers
 from mooncake.engine.contract import EngineConfig
 from mooncake.errors import ConfigError
 from mooncake.llm import CHUNK_TOKENS

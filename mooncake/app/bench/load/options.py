@@ -8,7 +8,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from mooncake.app.flags import Flags, numbers
+from mooncake.app.cli.flags import Flags, numbers
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, EngineSection, load_config, toml_value
 from mooncake.errors import ConfigError

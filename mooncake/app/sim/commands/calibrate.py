@@ -20,9 +20,9 @@ from conductor.placement.calibration import calibration_toml
 from conductor.placement.cost import ALL_NODES, CostModel, StartCosts
 from mooncake.app.bench.peers.own import OwnEngine
 from mooncake.app.bench.report import machine, progress, tell
+from mooncake.app.cli.flags import Flags
 from mooncake.app.cluster.preflight import available_cores
 from mooncake.app.console import out, plain_table, print_json
-from mooncake.app.flags import Flags
 from mooncake.app.outputs import output_file
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config

@@ -20,11 +20,11 @@ from rich.markup import escape
 
 from mooncake.app.bench.load.traffic import ServedByCluster, Traffic
 from mooncake.app.bench.report import commit, machine, progress, tell
+from mooncake.app.cli.flags import Flags, positive
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.cluster.role_main import run_async, unless_stopped
 from mooncake.app.console import duration, out, plain_table, print_json, remark
 from mooncake.app.extras import require
-from mooncake.app.flags import Flags, positive
 from mooncake.app.latency import Outcome, Spread
 from mooncake.app.outputs import output_folder
 from mooncake.app.sim.cluster import Cluster, Machines, Model, StepCurve

@@ -14,7 +14,7 @@ from kvstore.index.types import Held
 from kvstore.ssd.index import MIN_SEGMENTS, SsdIndex, segment_size
 from kvstore.ssd.log import Place
 from kvstore.ssd.record import MAX_DROPS, BlockHeader, block_size, header_size
-from kvstore.tiers import REFUSED_PAUSE_S
+from kvstore.tiers.decisions import REFUSED_PAUSE_S
 from mooncake.app.sim.cluster import Model, Ssd
 from mooncake.app.sim.events import Agenda
 from mooncake.errors import ConfigError

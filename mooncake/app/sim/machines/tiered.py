@@ -1,5 +1,5 @@
 """One host's KV in two tiers: the real store's index of DRAM over an SSD, and the real decisions about what moves
-between them (``kvstore.tiers``), used by whole prompts.
+between them (``kvstore.tiers.decisions``), used by whole prompts.
 
 It takes the place of ``HostCache`` for hosts with an SSD. Blocks that find no slot, because all evictable ones are
 still being written to the SSD, wait for one as on a prefill node.
@@ -18,7 +18,7 @@ import numpy as np
 from kvstore.eviction import make_policy
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import BlockName, Grant, Held
-from kvstore.tiers import Demotion, TierRules, Worth, promotion, tier_events
+from kvstore.tiers.decisions import Demotion, TierRules, Worth, promotion, tier_events
 from mooncake.app.sim.cluster import Model, Ssd
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.machines.disk import Disk

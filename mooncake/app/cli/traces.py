@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from mooncake.app.commands import Commands
+from mooncake.app.cli.commands import Commands
 from mooncake.app.outputs import writable, writable_folder
 from mooncake.errors import ConfigError
 

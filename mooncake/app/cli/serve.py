@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from mooncake.app.cli_config import ConfigFile, Overrides, load
+from mooncake.app.cli.config import ConfigFile, Overrides, load
 from mooncake.errors import ConfigError
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")

@@ -1,7 +1,7 @@
 """The library of ``board.cpp``: its functions, the numbers that both sides know, and what a client is greeted with.
 
 ``board.cpp`` owns the layout of a board and the order of loads and stores; ``board.py`` is the store's half,
-``board_reader.py`` its clients'. Without a C++ compiler there is no board.
+``reader.py`` its clients'. Without a C++ compiler there is no board.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mooncake.native import MODULE_HEADER, BuildFailed, load_module, load_native
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("board.cpp")
-HEADERS = [SOURCE.with_name("board.h"), SOURCE.with_name("xxh3.h")]
+HEADERS = [SOURCE.with_name("board.h"), SOURCE.parent.with_name("xxh3.h")]
 FLAGS = (f"-I{MODULE_HEADER.parent}",)
 FILES = 3  # sent to a client: the board, its mailbox, the segment
 GREETING = b"board 1\n"
@@ -88,7 +88,7 @@ def load_board() -> ctypes.CDLL | None:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     for name, ours in _SAME.items():
-        assert getattr(library, name)() == ours, f"board.cpp has another {name} than board_library.py"
+        assert getattr(library, name)() == ours, f"board.cpp has another {name} than library.py"
     return library
 
 

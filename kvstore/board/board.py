@@ -1,7 +1,7 @@
 """The store's half of the board: the list of its DRAM blocks in shared memory, which clients on its host read without
-asking (``board_reader``).
+asking (``reader``).
 
-It owns files and lifetimes; ``board_door`` hands them out. Without a C++ compiler a store has no board, and its clients
+It owns files and lifetimes; ``door`` hands them out. Without a C++ compiler a store has no board, and its clients
 ask it over the wire.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.board_library import (
+from kvstore.board.library import (
     ADDRESS,
     MAX_ARRIVED,
     MAX_NOTES,

@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "xxh3.h"
+#include "../xxh3.h"
 
 namespace board {
 

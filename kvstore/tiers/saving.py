@@ -15,7 +15,7 @@ from kvstore.index.types import BlockName, Held
 from kvstore.ssd.record import BlockHeader
 from kvstore.ssd.stall import RECHECK_S
 from kvstore.ssd.tier import SsdTier
-from kvstore.tiers import REFUSED_PAUSE_S, Demotion
+from kvstore.tiers.decisions import REFUSED_PAUSE_S, Demotion
 from mooncake.types import BlockKey
 
 

@@ -16,7 +16,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.board_library import (
+from kvstore.board.library import (
     ADDRESS,
     FILES,
     GREETING,

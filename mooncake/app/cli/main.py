@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mooncake.app.cli_adapters import app as adapters_app
-from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of, http_url_of, load
-from mooncake.app.cli_serve import serve
-from mooncake.app.cli_traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
-from mooncake.app.cli_traces import app as traces_app
-from mooncake.app.commands import Commands
+from mooncake.app.cli.adapters import app as adapters_app
+from mooncake.app.cli.commands import Commands
+from mooncake.app.cli.config import Address, ConfigFile, Overrides, address_of, http_url_of, load
+from mooncake.app.cli.foreign_flags import refuse_foreign_flags
+from mooncake.app.cli.serve import serve
+from mooncake.app.cli.traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
+from mooncake.app.cli.traces import app as traces_app
 from mooncake.app.extras import MissingDependency
-from mooncake.app.foreign_flags import refuse_foreign_flags
 from mooncake.app.outputs import writable, writable_folder
 from mooncake.errors import CallerError, Cancelled, ConfigError, ModelError, MooncakeError
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import OWN, BlockName, Grant, Held
-from kvstore.saving import Saving
 from kvstore.slots_ahead import SlotsAhead
 from kvstore.ssd.stall import RECHECK_S
 from kvstore.ssd.tier import SsdTier
-from kvstore.tiers import promotion
+from kvstore.tiers.decisions import promotion
+from kvstore.tiers.saving import Saving
 from mooncake.errors import KVLoadFailed, OutOfBlocks
 from mooncake.types import BlockKey
 

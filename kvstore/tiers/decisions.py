@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 from kvstore.index.store_index import StoreIndex
 from kvstore.index.types import BlockName, Held
-from kvstore.sights import Sights
 from kvstore.ssd.record import BlockHeader
+from kvstore.tiers.sights import Sights
 from mooncake.types import BlockEvent, BlockKey
 
 AHEAD_SHARE = 1 / 16  # of the slots, kept free or saved already, so that a put finds room at once

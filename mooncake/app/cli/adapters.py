@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from mooncake.app.cli_config import Address, ConfigFile, Overrides, address_of
-from mooncake.app.cli_traces import AsJson
-from mooncake.app.commands import Commands
+from mooncake.app.cli.commands import Commands
+from mooncake.app.cli.config import Address, ConfigFile, Overrides, address_of
+from mooncake.app.cli.traces import AsJson
 
 app = Commands(help="LoRA adapters that a cluster loads while it serves.", no_args_is_help=True)
 

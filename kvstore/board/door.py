@@ -16,8 +16,8 @@ import socket
 import struct
 from collections.abc import Callable
 
-from kvstore.board import Board
-from kvstore.board_library import GREETING, WRITER_ID_BYTES
+from kvstore.board.board import Board
+from kvstore.board.library import GREETING, WRITER_ID_BYTES
 
 log = logging.getLogger(__name__)
 

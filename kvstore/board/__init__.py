@@ -1,0 +1,1 @@
+"""Which blocks are in a store's DRAM, in memory that clients on its host read without asking."""

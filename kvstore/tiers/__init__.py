@@ -1,0 +1,1 @@
+"""What goes from a store's DRAM to its SSD and back."""

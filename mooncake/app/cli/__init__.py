@@ -1,0 +1,1 @@
+"""The command line: names, flags and exit codes."""
