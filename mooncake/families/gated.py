@@ -73,14 +73,13 @@ def gemma3_rope(settings: Settings, head_dim: int) -> tuple[Rope, float]:
     rope = read_rope(settings.replaced({"rope_parameters": widely}), head_dim)
     if rope.scaling and rope.scaling["rope_type"] != "linear":
         raise ModelError(f"{settings.source} scales its positions differently from linear, the family's only way")
-    locally = rope_of_kind(settings, parameters, "sliding_attention")
+    locally = rope_of_windows(settings, parameters)
     return rope, locally.number("rope_theta", settings.number("rope_local_base_freq", 10_000.0))
 
 
-def rope_of_kind(settings: Settings, parameters: Mapping[str, object], kind: str) -> Settings:
-    """Of layers of this kind, without scaling."""
-    own = parameters.get(kind)
-    rope = settings.part(own)
+def rope_of_windows(settings: Settings, parameters: Mapping[str, object]) -> Settings:
+    """Of layers with a window, without scaling."""
+    rope = settings.part(parameters.get("sliding_attention"))
     if (rope.get("rope_type") or "default") != "default":
         raise ModelError(f"{settings.source} scales its positions, which is not supported for this family")
     return rope
@@ -260,7 +259,7 @@ def _read_olmo3(settings: Settings, shapes: Published) -> dict[str, object]:
     if "full_attention" in by_kind:
         settings = settings.replaced({"rope_parameters": by_kind["full_attention"]})
     values = read_dense(settings, shapes, default_theta=500_000.0)
-    local = rope_of_kind(settings, by_kind, "sliding_attention")
+    local = rope_of_windows(settings, by_kind)
     return {
         **values,
         "qk_norm": True,

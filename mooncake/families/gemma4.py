@@ -16,7 +16,7 @@ from mooncake.families.family import (
     llama_top,
     num_layers_of,
 )
-from mooncake.families.gated import rope_of_kind, windows_in_turn
+from mooncake.families.gated import rope_of_windows, windows_in_turn
 from mooncake.families.layer_settings import sources_of_last
 from mooncake.model_config import MAX_POSITIONS, GemmaParts, ModelConfig, Settings
 
@@ -78,7 +78,7 @@ def _read(settings: Settings) -> dict[str, object]:
     heads = _heads(settings, windows)
     wide_dims = {dim for window, (_, dim) in zip(windows, heads, strict=True) if not window}
     theta, scaling = _wide_rotation(settings)
-    local = rope_of_kind(settings, _by_kind(settings), "sliding_attention")
+    local = rope_of_windows(settings, _by_kind(settings))
     num_positions = settings.integer("max_position_embeddings")
     if len(wide_dims) > 1 or not 0 < num_positions <= MAX_POSITIONS:
         raise ModelError(

@@ -15,7 +15,7 @@ from mooncake.families.gated import (
     read_hunyuan,
     read_qwen_moe,
     read_silu,
-    rope_of_kind,
+    rope_of_windows,
     router_shape,
     windows_in_turn,
 )
@@ -146,7 +146,7 @@ def _read_mellum(settings: Settings, shapes: Published) -> dict[str, object]:
         **read_qwen_moe(settings, shapes, num_experts=64, experts_per_token=8),
         "qk_norm": True,
         "layer_windows": windows_in_turn(settings, 1, 1024),
-        "local_rope_theta": rope_of_kind(settings, by_kind, "sliding_attention").number("rope_theta", 10_000.0),
+        "local_rope_theta": rope_of_windows(settings, by_kind).number("rope_theta", 10_000.0),
     }
 
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fake_transport import FakeRail, FakeTransport
 
 from kvstore.segment import Segment
 from kvstore.transfer import protocol
-from kvstore.transfer.fake import FakeRail, FakeTransport
 from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.requests import ReadRange, Request, TransferStatus, WriteRange
 from kvstore.transfer.sockets import PeerClosed, Wire, tune

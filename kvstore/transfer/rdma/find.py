@@ -93,14 +93,12 @@ def _link_distribution_package() -> None:
         raise
 
 
-def find_port(wanted: str) -> tuple[str, int]:
-    """The device and its first active port. Raises VerbsUnavailable."""
+def find_port() -> tuple[str, int]:
+    """The first device with an active port, and that port. Raises VerbsUnavailable."""
     names = sorted(path.name for path in _DEVICES.iterdir()) if _DEVICES.is_dir() else []
     if not names:
         raise VerbsUnavailable("this machine has no RDMA device (/sys/class/infiniband is empty)")
-    if wanted and wanted not in names:
-        raise VerbsUnavailable(f"there is no RDMA device {wanted!r}, only {', '.join(names)}")
-    for name in [wanted] if wanted else names:
+    for name in names:
         ports = sorted(int(path.name) for path in (_DEVICES / name / "ports").iterdir())
         for port in ports:
             if "ACTIVE" in _read(_DEVICES / name / "ports" / str(port) / "state"):

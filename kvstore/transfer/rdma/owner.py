@@ -58,11 +58,11 @@ class RdmaExporter:
 
     name = "rdma"
 
-    def __init__(self, memory: memoryview, block_bytes: int, grants: memoryview, device: str = "") -> None:
+    def __init__(self, memory: memoryview, block_bytes: int, grants: memoryview) -> None:
         """``grants[block]`` is the epoch that may write a block, 0 for none. Raises PathFailed, saying in one line
         why verbs cannot be used here."""
         try:
-            self.device = Device(device)
+            self.device = Device()
         except VerbsUnavailable as error:
             raise PathFailed(str(error)) from None
         if not self.device.has_windows:

@@ -46,13 +46,12 @@ class RdmaTransport:
     name = "rdma"
     max_slice_bytes = MAX_FRAME_BYTES
 
-    def __init__(self, device: str = "") -> None:
-        """``device``: by name; if empty, the first one with an active port."""
+    def __init__(self) -> None:
         self.unavailable = ""
         self._device: Device | None = None
         self._memory: RegisteredMemory | None = None
         try:
-            self._device = Device(device)
+            self._device = Device()
             self._memory = RegisteredMemory(self._device)
         except VerbsUnavailable as error:
             self.unavailable = str(error)

@@ -97,9 +97,9 @@ class Endpoint:
 class Device:
     """An open device with one protection domain. Everything created from it is closed before it, or by it."""
 
-    def __init__(self, name: str = "") -> None:
-        """The first device with an active port, or the one named. Raises VerbsUnavailable."""
-        self.name, self.port = find_port(name)
+    def __init__(self) -> None:
+        """The first device with an active port. Raises VerbsUnavailable."""
+        self.name, self.port = find_port()
         self.verbs = pyverbs()
         try:
             self._context = self.verbs.device.Context(name=self.name)

@@ -102,7 +102,7 @@ def parse(args: list[str]) -> Options:
     add("--budget", type=int, default=512, help="maximum prompt tokens per step")
     add("--limit-ms", type=positive("--limit-ms"), default=100.0, help="target for the longest gap")
     flags.reps(3, "turns of each way")
-    flags.turns_within(120.0)
+    flags.turns_within()
     flags.threads()
     flags.seed()
     flags.json_file()

@@ -79,7 +79,7 @@ def parse(args: list[str]) -> Options:
     add("--tokens", type=int, default=64, help="tokens per answer")
     add("--guesses", type=int, default=16, help="maximum guesses per step")
     flags.reps(3, "turns of each")
-    flags.turns_within(120.0)
+    flags.turns_within()
     flags.threads()
     flags.seed()
     flags.json_file()

@@ -71,9 +71,9 @@ class Flags:
     def reps(self, default: int, what: str = "repetitions of each measurement") -> None:
         self.add("--reps", type=whole("--reps", 1), default=default, help=what)
 
-    def turns_within(self, default_s: float) -> None:
+    def turns_within(self) -> None:
         what = "time limit (s); each measurement is done at least once"
-        self.add("--max-s", type=float, default=default_s, help=what)
+        self.add("--max-s", type=float, default=120.0, help=what)
 
     def seed(self) -> None:
         self.add("--seed", type=whole("--seed", 0), default=0, help="of everything random")

@@ -55,7 +55,7 @@ class Node(Protocol):
     def control_address(self) -> str: ...
 
 
-def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None = None) -> None:
+def run_role(name: str, build: Callable[[Config], Node]) -> None:
     """Run one node until a signal to stop, then exit with code 0. Exits with 2 after a ConfigError, a ModelError or
     a wrong API key, which a restart seldom repairs, and with 1 after any other MooncakeError, at the start or later.
 
@@ -63,7 +63,7 @@ def run_role(name: str, build: Callable[[Config], Node], argv: list[str] | None 
     the node was still starting, ``START_GRACE_S`` after it, even during computations or compilations.
     """
     hold_standard_files()
-    arguments = _parse(name, argv)
+    arguments = _parse(name)
     try:
         config = load_config(arguments.config, arguments.set)
         set_up_logging(config.node.id or f"{name}-{os.getpid()}", arguments.log_level)
@@ -101,12 +101,12 @@ class _OneLine(logging.Formatter):
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
-def _parse(name: str, argv: list[str] | None) -> argparse.Namespace:
+def _parse(name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=_program(name), description=f"Run one {name} process of a cluster.")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the cluster's TOML file")
     add_overrides(parser)
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
-    return parser.parse_args(argv)
+    return parser.parse_args()
 
 
 def _program(name: str) -> str:

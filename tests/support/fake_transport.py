@@ -1,4 +1,4 @@
-"""A transport inside one process, for tests: paths of any speed over a plain buffer, which break on demand.
+"""A transport inside one process: paths of any speed over a plain buffer, which break on demand.
 
 It fulfils the contract of ``transport.Path`` like the real ones, and is short enough to read.
 """
