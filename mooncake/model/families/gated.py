@@ -22,6 +22,9 @@ Layer = TypeVar("Layer")
 class GatedDecoder(Decoder, Generic[Layer]):
     """Embedding, layers of one kind, norm and head, with Llama's names."""
 
+    _norm_names: ClassVar[tuple[str, str]] = "input_layernorm", "post_attention_layernorm"
+    _head_norm_names: ClassVar[tuple[str, str]] = "q_norm", "k_norm"
+
     def _build(self) -> None:
         config = self.config
         self._embedding, self._head = embedding_and_head(
@@ -37,6 +40,13 @@ class GatedDecoder(Decoder, Generic[Layer]):
     def _take_norm(self, name: str) -> torch.Tensor:
         """The weight of a norm of the residual stream."""
         return self.vector(f"{name}.weight")
+
+    def _take_head_norms(self, attention: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Weights of the norms of queries and of keys below ``attention``, if there are any."""
+        if not self.config.qk_norm:
+            return None, None
+        query, key = (self.vector(f"{attention}{name}.weight") for name in self._head_norm_names)
+        return query, key
 
     @abstractmethod
     def _take(self, prefix: str) -> Layer:
@@ -106,20 +116,13 @@ class _Layer:
 class Dense(GatedDecoder[_Layer]):
     """Norms before attention and the MLP, as in Llama. Granite 3 (Granite team, IBM 2024) has nothing else."""
 
-    _norm_names: ClassVar[tuple[str, str]] = "input_layernorm", "post_attention_layernorm"
-    _head_norm_names: ClassVar[tuple[str, str]] = "q_norm", "k_norm"
-
     def _take(self, prefix: str) -> _Layer:
         attention = prefix + "self_attn."
         attention_norm, mlp_norm = self._norm_names
-        query_norm, key_norm = (
-            self.vector(f"{attention}{name}.weight") if self.config.qk_norm else None for name in self._head_norm_names
-        )
         return _Layer(
             self._take_norm(prefix + attention_norm),
             self._take_qkv(attention),
-            query_norm,
-            key_norm,
+            *self._take_head_norms(attention),
             self.linear(attention + "o_proj"),
             self._take_norm(prefix + mlp_norm),
             self._take_gate_up(prefix),

@@ -6,7 +6,6 @@ A step computes each expert once, for the tokens that chose it (``reference.Expe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -39,20 +38,13 @@ class _Layer:
 
 
 class MixtureOfExperts(GatedDecoder[_Layer]):
-    _norm_names: ClassVar[tuple[str, str]] = "input_layernorm", "post_attention_layernorm"
-    _head_norm_names: ClassVar[tuple[str, str]] = "q_norm", "k_norm"
-
     def _take(self, prefix: str) -> _Layer:
         attention = prefix + "self_attn."
         attention_norm, mlp_norm = self._norm_names
-        query_norm, key_norm = (
-            self.vector(f"{attention}{name}.weight") if self.config.qk_norm else None for name in self._head_norm_names
-        )
         return _Layer(
             self._take_norm(prefix + attention_norm),
             self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=self.config.qkv_bias),
-            query_norm,
-            key_norm,
+            *self._take_head_norms(attention),
             self.linear(attention + "o_proj"),
             self._take_norm(prefix + mlp_norm),
             self.uncoded(prefix + expert_names(self.config).router),
