@@ -26,6 +26,7 @@ from mooncake.directory import Directory
 from mooncake.errors import MooncakeError
 from mooncake.rpc import cluster_pb2_grpc
 from mooncake.rpc.server import RpcServer
+from mooncake.text.template_source import template_source
 from mooncake.tls import check_tls, server_credentials
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class ConductorNode:
         config = self._config
         check_tls(config.conductor)
         checkpoint = open_checkpoint(config.model.path, config.model.max_model_len)
-        tokenizer = checkpoint.load_tokenizer()
+        tokenizer = checkpoint.load_tokenizer(template_source(config.model.chat_template, "model.chat_template"))
         facts = model_facts(config, checkpoint)
         if advice := block_size_advice(checkpoint.config, config.block.tokens, config.precision().kv_dtype):
             log.warning("%s", advice)

@@ -128,8 +128,9 @@ class Checkpoint(ABC):
         return replace(plain, num_layers=num_layers, inputs_of=keep_hidden, layers_an_input=layers_an_input)
 
     @abstractmethod
-    def load_tokenizer(self) -> Tokenizer:
-        """Raises ModelError if the model has no tokenizer or one of an unsupported kind."""
+    def load_tokenizer(self, template: str = "") -> Tokenizer:
+        """``template`` is the Jinja source of a chat template that replaces the model's own. Raises ModelError if the
+        model has no tokenizer or one of an unsupported kind, or for a template that cannot be used."""
 
     @abstractmethod
     def _identity(self) -> Iterable[bytes]: ...
@@ -202,8 +203,8 @@ class GGUFCheckpoint(Checkpoint):
                 bits += size * GROUPED_KINDS[kind]
         return count, bits // 8
 
-    def load_tokenizer(self) -> Tokenizer:
-        return tokenizer_from_gguf(self.file, self.config.eos_ids)
+    def load_tokenizer(self, template: str = "") -> Tokenizer:
+        return tokenizer_from_gguf(self.file, self.config.eos_ids, template)
 
     def _identity(self) -> Iterable[bytes]:
         for file in self.file.files:
@@ -243,8 +244,8 @@ class HFCheckpoint(Checkpoint):
         source = str(self.path / "generation_config.json")
         return defaults_from(self._generation, source) if wanted == "auto" else NEUTRAL
 
-    def load_tokenizer(self) -> Tokenizer:
-        return tokenizer_from_hf(self.path, self.config.eos_ids)
+    def load_tokenizer(self, template: str = "") -> Tokenizer:
+        return tokenizer_from_hf(self.path, self.config.eos_ids, template)
 
     def _identity(self) -> Iterable[bytes]:
         if self.coded:  # the same codes may have different values

@@ -34,6 +34,8 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: int = 0  # tokens of prompt plus answer; 0: the model's own
     generation_config: str = "auto"  # sampling defaults: "auto", of its generation_config.json, or "none"
     generation_overrides: str = ""  # sampling defaults that count before those, as JSON: '{"temperature": 0.6}'
+    # Jinja instead of the model's own: a file, which the conductor reads, or the text itself; "": the model's own
+    chat_template: str = ""
     chat_template_kwargs: str = ""  # the chat template's variables, as JSON: '{"enable_thinking": false}'
     adapters: tuple[str, ...] = ()  # "name=folder" each: LoRA adapters as PEFT saves them; clients name one as model
     # layers whose inputs are stored in blocks beside KV, for variants of the model (prefill.variant); []: none

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ from mooncake.llm_inputs import (
     prompt_list,
     template_variables,
     warn_of_spelled_control,
+    with_template,
 )
 from mooncake.llm_tokenizer import LLMTokenizer, RenderedChat
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
@@ -72,6 +74,7 @@ from mooncake.sampling import SamplingParams as EngineSampling
 from mooncake.sampling import check_type
 from mooncake.sampling_params import BeamSearchParams, SamplingParams
 from mooncake.text.detokenizer import TextAssembler, bad_word_tokens
+from mooncake.text.template_source import template_source
 from mooncake.types import TokenIds
 
 log = logging.getLogger(__name__)
@@ -108,6 +111,7 @@ class LLM:
         pipeline_parallel_size: int = 1,
         context_parallel_size: int = 1,
         generation_config: str = "auto",
+        chat_template: str | Path | None = None,
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
         (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
@@ -125,7 +129,8 @@ class LLM:
         On CPUs ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
         ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share ``threads``. The last
         two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none" leaves out what the model's
-        file of that name says of sampling. Raises TypeError for other names; of vLLM's, it says what stands for them.
+        file of that name says of sampling. ``chat_template``, a file or Jinja, replaces the model's own. Raises
+        TypeError for other names; of vLLM's, it says what stands for them.
         """
         counts = {
             "tensor_parallel_size": tensor_parallel_size,
@@ -157,7 +162,7 @@ class LLM:
         precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
         config, size = _fit(checkpoint, precision, limits, processes.count, kv_gb, swap_gb)
         self.max_model_len = size.max_model_len
-        self.tokenizer = checkpoint.load_tokenizer()
+        self.tokenizer = checkpoint.load_tokenizer(template_source(chat_template, "chat_template"))
         self._config = checkpoint.config
         self._eos_ids = checkpoint.config.eos_ids
         self._vocab_size = checkpoint.config.vocab_size
@@ -249,6 +254,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        chat_template: str | Path | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool = True,
@@ -258,17 +264,19 @@ class LLM:
         priority: Priorities = None,
         use_tqdm: bool | None = None,
     ) -> list[Completion]:
-        """Answer one conversation, or each of several, using the model's own chat template, which gets ``tools`` (in
-        OpenAI's form) and the variables in ``chat_template_kwargs``. With ``continue_final_message`` the answer is more
-        of the last message. The other arguments are those of ``generate``.
+        """Answer one conversation, or each of several, using the model's own chat template, or that of
+        ``chat_template`` (a file, or Jinja), which gets ``tools`` (in OpenAI's form) and the variables in
+        ``chat_template_kwargs``. With ``continue_final_message`` the answer is more of the last message. The other
+        arguments are those of ``generate``.
 
         Reasoning and calls are part of the text, and parsed over HTTP alone. Raises like ``generate``, and
         InvalidRequest where the template has no place for tools.
         """
         self._check_open()
-        variables = template_variables(self.tokenizer, tools, chat_template_kwargs, add_generation_prompt)
+        tokenizer = with_template(self.tokenizer, chat_template)
+        variables = template_variables(tokenizer, tools, chat_template_kwargs, add_generation_prompt)
         conversations = conversation_list(messages)
-        token_ids = [self.tokenizer.encode_chat(each, variables, continue_final_message) for each in conversations]
+        token_ids = [tokenizer.encode_chat(each, variables, continue_final_message) for each in conversations]
         self._load_new(lora_request)
         places = adapter_places(adapter, lora_request, len(token_ids), self._adapters)
         completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)

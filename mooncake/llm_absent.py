@@ -53,7 +53,6 @@ _FOLDER = "the model's own is used, from its folder"
 _NO_DOWNLOAD = "nothing is fetched: give the folder that `hf download NAME` prints as the model"
 _NO_CHOICE = "there is nothing to choose, leave it out"
 _BEAMS = "LLM.beam_search(prompts, BeamSearchParams(…)) searches beams"
-_TEMPLATE = "the model's own template is used; chat_template_kwargs are its variables"
 _PART = "get_tokenizer().encode(text) is a prompt, and so is a part of it"
 _DRAWN = "logit_bias, allowed_token_ids, bad_words and structured_outputs say what may be drawn"
 _QUANTISED = 'it is found in the model\'s folder; weights="int8" quantises other models'
@@ -90,7 +89,7 @@ OF_LLM = _by_name(
         ("enable_sleep_mode",): _ABSENT["sleep"],
         ("max_logprobs",): "it is 20, as with vLLM",
         ("seed",): "SamplingParams(seed=…) has it",
-        ("tokenizer", "tokenizer_mode", "chat_template", "hf_config_path", "hf_overrides"): _FOLDER,
+        ("tokenizer", "tokenizer_mode", "hf_config_path", "hf_overrides"): _FOLDER,
         ("revision", "tokenizer_revision", "download_dir", "hf_token"): _NO_DOWNLOAD,
         ("enable_prefix_caching", "enable_chunked_prefill"): "it is always so, leave it out",
         ("trust_remote_code", "enforce_eager", "load_format", "disable_log_stats", "cpu_offload_gb"): _NO_CHOICE,
@@ -105,7 +104,7 @@ OF_CALLS = _by_name(
         ("prompt_token_ids",): "prompts may be lists of token ids",
         ("tokenization_kwargs", "truncate_prompt_tokens"): _PART,
         ("guided_options_request",): "SamplingParams(structured_outputs=StructuredOutputsParams(…)) has it",
-        ("chat_template", "chat_template_content_format"): _TEMPLATE,
+        ("chat_template_content_format",): "templates take text, leave it out",
         ("mm_processor_kwargs", "multi_modal_data"): _TEXT_ALONE,
         ("prompt_adapter_request",): "lora_request and adapter name LoRA adapters; there are no others",
         ("concurrency_limit",): _NO_CHOICE,

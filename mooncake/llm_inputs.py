@@ -15,9 +15,10 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from mooncake.adapters import Adapter
-from mooncake.errors import InvalidRequest, shown
+from mooncake.errors import ConfigError, InvalidRequest, ModelError, shown
 from mooncake.sampling_params import SamplingParams
 from mooncake.text.chat_template import ROLES, ChatCall, ChatMessage
+from mooncake.text.template_source import template_source
 from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds
 
@@ -169,6 +170,15 @@ def _content(content: object) -> str:
     return "\n".join(map(str, texts))
 
 
+def with_template(tokenizer: Tokenizer, template: str | Path | None) -> Tokenizer:
+    """The same tokenizer, with a call's own chat template if there is one. Raises InvalidRequest."""
+    try:
+        source = template_source(template, "chat_template")
+        return tokenizer.with_template(source) if source else tokenizer
+    except (ConfigError, ModelError) as error:
+        raise InvalidRequest(error.message, "chat_template") from None
+
+
 def template_variables(
     tokenizer: Tokenizer,
     tools: Sequence[Mapping[str, object]] | None,
@@ -177,7 +187,7 @@ def template_variables(
 ) -> dict[str, object]:
     """What a chat template reads beside the messages. Raises InvalidRequest for tools that it does not take."""
     if tools and not tokenizer.takes_tools:
-        raise InvalidRequest("the model's chat template has no place for tools", "tools")
+        raise InvalidRequest("the chat template has no place for tools", "tools")
     if isinstance(tools, Mapping) or not all(isinstance(tool, Mapping) for tool in tools or ()):
         raise InvalidRequest('tools are a list of {"type": "function", "function": {"name": …}}', "tools")
     variables = dict(others or {}) | ({"tools": list(tools)} if tools else {})

@@ -7,12 +7,13 @@ Two things differ, because no text can forge control tokens here: in ``encode`` 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from mooncake.errors import InvalidRequest
-from mooncake.llm_inputs import Message, conversation_list, template_variables
+from mooncake.llm_inputs import Message, conversation_list, template_variables, with_template
 from mooncake.text.chat_template import ChatMessage
 from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds
@@ -26,7 +27,7 @@ _ABSENT = {
     "get_vocab": "convert_tokens_to_ids(name) and convert_ids_to_tokens(id) look names up",
     "save_pretrained": "the model's folder has its files",
 }
-_OF_TRANSFORMERS = ("chat_template", "return_tensors", "return_dict", "padding", "truncation", "max_length")
+_OF_TRANSFORMERS = ("return_tensors", "return_dict", "padding", "truncation", "max_length")
 
 
 class RenderedChat(str):
@@ -106,25 +107,26 @@ class LLMTokenizer:
         conversation: Sequence[Message] | Sequence[Sequence[Message]],
         tools: Sequence[Mapping[str, object]] | None = None,
         *,
+        chat_template: str | Path | None = None,
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         **variables: object,
     ) -> list[int] | RenderedChat | list[list[int]] | list[RenderedChat]:
-        """One conversation, or each of several, in the model's template, as token ids or as text; ``LLM.generate``
-        takes either. ``tools`` are in OpenAI's form, ``variables`` those of the template, such as ``enable_thinking``.
+        """One conversation, or each of several, in the model's template or that of ``chat_template`` (a file, or
+        Jinja), as token ids or as text; ``LLM.generate`` takes either. ``tools`` are in OpenAI's form, ``variables``
+        those of the template, such as ``enable_thinking``.
 
         Raises InvalidRequest: no template, one that refuses the messages, or an argument of transformers that has no
         meaning here.
         """
         for name in _OF_TRANSFORMERS:
             if variables.pop(name, None):
-                what = "the model's own is used" if name == "chat_template" else "the result is a list of ids, or text"
+                what = "the result is a list of ids, or text"
                 raise InvalidRequest(f"apply_chat_template takes no {name}: {what}", name)
-        given = template_variables(self._tokenizer, tools, variables, add_generation_prompt)
-        found = [
-            self._tokenizer.encode_chat(each, given, continue_final_message) for each in conversation_list(conversation)
-        ]
+        tokenizer = with_template(self._tokenizer, chat_template)
+        given = template_variables(tokenizer, tools, variables, add_generation_prompt)
+        found = [tokenizer.encode_chat(each, given, continue_final_message) for each in conversation_list(conversation)]
         is_one = isinstance(conversation[0], (ChatMessage, Mapping))
         if tokenize:
             ids = [each.tolist() for each in found]

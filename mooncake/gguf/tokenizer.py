@@ -16,7 +16,6 @@ from mooncake.errors import ModelError
 from mooncake.gguf.file import GGUF
 from mooncake.gguf.tokens import TokenType, Vocabulary, read_vocabulary, strings
 from mooncake.gguf.words import KIMI, LLAMA3, TEKKEN, known_words, words_of
-from mooncake.text.chat_template import ChatTemplate
 from mooncake.text.tiktoken_file import MAX_TOKEN_BYTES, every_merge
 from mooncake.text.tokenizer import Tokenizer
 
@@ -28,8 +27,8 @@ _RSTRIP_AFTER = ("phi3",)  # architectures whose control tokens take the white s
 _KEEPS_SPACE = ("<s>", "<unk>", "<|endoftext|>")  # but these
 
 
-def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int]) -> Tokenizer:
-    """Build the tokenizer that the metadata describes. Raises ModelError."""
+def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int], template: str = "") -> Tokenizer:
+    """Build the tokenizer that the metadata describes; ``template`` replaces the file's own. Raises ModelError."""
     kind = file.get("tokenizer.ggml.model")
     if kind is None:
         raise ModelError(f"there is no tokenizer in {file.path}")
@@ -52,16 +51,16 @@ def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int]) -> Tokenizer:
     backend.add_special_tokens([_added(token, True) for token in control_ids])
     backend.encode_special_tokens = True
     named = {name: _named_id(file, key, len(vocabulary.tokens)) for name, key in _NAMED_TOKENS.items()}
-    source = file.get("tokenizer.chat_template")
-    variables = {name: vocabulary.tokens[token_id] for name, token_id in named.items() if token_id is not None}
-    template = ChatTemplate(source, list(control_ids), variables) if isinstance(source, str) else None
+    own = file.get("tokenizer.chat_template")
+    source = template or (own if isinstance(own, str) else "")
+    by_name = {name: vocabulary.tokens[token_id] for name, token_id in named.items() if token_id is not None}
     bos, adds_bos = named["bos_token"], file.get(_ADD_BOS)
     if adds_bos is None:  # converters omit it where llama.cpp has a default
         adds_bos = is_sentencepiece or pre in (*LLAMA3, *TEKKEN)
     bos_ids = [bos] if adds_bos is True and bos is not None else []
     strips = is_sentencepiece and file.get("general.architecture") in _RSTRIP_AFTER
     stripping = control_ids.keys() - set(_KEEPS_SPACE) if strips else ()
-    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template, prefix, stripping)
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, by_name, source, prefix, stripping)
 
 
 def _named_id(file: GGUF, key: str, vocab_size: int) -> int | None:

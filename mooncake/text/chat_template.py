@@ -92,7 +92,8 @@ class Piece:
 
 
 class ChatTemplate:
-    """One model's template. ``variables`` are those it may read besides the messages: bos_token, eos_token, …"""
+    """A model's template, or one in its place. ``variables`` are those it may read besides the messages: bos_token and
+    the like."""
 
     def __init__(self, source: str, control_tokens: Sequence[str], variables: Mapping[str, str]) -> None:
         """Raises ModelError for a template that cannot be compiled, or that assembles control tokens from parts: those
@@ -100,7 +101,6 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise ModelError(f"the chat template has more than {MAX_TEMPLATE_CHARS} characters")
         self.source = source
-        self.named_tokens = dict(variables)
         self._sandbox = Sandbox()
         self.takes_tools = False
         nonce = "".join(chr(_ALIAS_FIRST + secrets.randbelow(0xFFFD)) for _ in range(_NONCE_CHARS))
@@ -117,7 +117,7 @@ class ChatTemplate:
             self.takes_tools = "tools" in meta.find_undeclared_variables(tree)
             plain = self._sandbox.compile_template(tree)
         except (TemplateError, RecursionError, SyntaxError) as error:
-            raise ModelError(f"the model's chat template is broken: {error}") from None
+            raise ModelError(f"the chat template is broken: {error}") from None
         for probe in _PROBES:
             messages = [ChatMessage(role, content) for role, content in probe]
             try:
@@ -126,7 +126,7 @@ class ChatTemplate:
             except InvalidRequest:
                 continue
             if pieces != self._split_plain(expected):
-                raise ModelError("the model's chat template builds control tokens out of parts, which is not supported")
+                raise ModelError("the chat template builds control tokens out of parts, which is not supported")
 
     def render(
         self,
@@ -189,13 +189,13 @@ class ChatTemplate:
             # The largest value that a template may build: its messages a few times over, plus its own additions.
             return self._sandbox.run(template, context, MAX_RENDER_S, 4 * num_chars + MAX_GROWTH_CHARS)
         except TemplateRefusal as error:
-            raise self._refused(f"the model's chat template refuses these messages: {error}") from None
+            raise self._refused(f"the chat template refuses these messages: {error}") from None
         except LimitExceeded as error:
-            raise self._refused(f"the model's chat template was stopped: {error}") from None
+            raise self._refused(f"the chat template was stopped: {error}") from None
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise self._refused(f"the model's chat template fails on these messages: {error}") from None
+            raise self._refused(f"the chat template fails on these messages: {error}") from None
         except (RecursionError, MemoryError):
-            raise self._refused("the model's chat template was stopped: it nests or grows without end") from None
+            raise self._refused("the chat template was stopped: it nests or grows without end") from None
 
     def _refused(self, message: str) -> InvalidRequest:
         spelled = self._alias.sub(lambda match: self._token_of.get(match[1], ""), message)  # aliases stay secret

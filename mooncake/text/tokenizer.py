@@ -8,6 +8,7 @@ Qwen, SmolLM2) and SentencePiece with byte fallback (Llama 2, Mistral) are suppo
 from __future__ import annotations
 
 import codecs
+import copy
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -38,18 +39,20 @@ class Tokenizer:
         control_ids: Mapping[str, int],
         bos_ids: Sequence[int],
         eos_ids: Sequence[int],
-        template: ChatTemplate | None,
+        named_tokens: Mapping[str, str],
+        template: str = "",
         prefix: str = "",
         stripping: Collection[str] = (),
     ) -> None:
         """``backend`` must have special tokens disabled in encoding. ``bos_ids`` are put before plain prompts.
+        ``named_tokens`` are those that the chat ``template``, its Jinja source ("": none), knows by name: bos_token, …
 
         ``prefix``, "" or a space, is put before every text that ``backend`` encodes, and before each run of a rendered
         chat that has no white space of its own there. ``stripping`` names control tokens behind which a chat's white
         space is dropped.
 
-        Raises ModelError when plain text could still become a control token, or when the backend cannot be decoded
-        token by token.
+        Raises ModelError when plain text could still become a control token, when the backend cannot be decoded token
+        by token, or for a template that cannot be used.
         """
         self._backend = backend
         self._continuing = _without_prefix_space(backend)
@@ -57,7 +60,8 @@ class Tokenizer:
         self._stripping = frozenset(stripping)
         self._control_ids = dict(control_ids)
         self._bos = np.array(bos_ids, dtype=np.uint32)
-        self._template = template
+        self.named_tokens = dict(named_tokens)
+        self._template = self._compiled(template) if template else None
         self._added = {token.content for token in backend.get_added_tokens_decoder().values()}
         self._token_bytes, self._strips_space = _decoding(backend)
         self._bytes: dict[int, bytes] = {}
@@ -76,10 +80,11 @@ class Tokenizer:
         """Source of the chat template; "" without one."""
         return "" if self._template is None else self._template.source
 
-    @property
-    def named_tokens(self) -> Mapping[str, str]:
-        """The tokens that the chat template knows by name: bos_token, eos_token, …"""
-        return {} if self._template is None else self._template.named_tokens
+    def with_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another chat template. Raises ModelError for one that cannot be used."""
+        changed = copy.copy(self)
+        changed._template = self._compiled(source)
+        return changed
 
     def encode(self, text: str, add_special: bool = True) -> TokenIds:
         """Ids of plain text, after the begin-of-sequence token if the model asks for one, unless ``add_special`` is
@@ -104,7 +109,7 @@ class Tokenizer:
         about a begin-of-sequence token. Raises InvalidRequest: no template, or one that refuses these messages.
         """
         if self._template is None:
-            raise InvalidRequest("this model has no chat template; send a plain prompt instead", "messages")
+            raise InvalidRequest("this model has no chat template: give it one, or send a plain prompt", "messages")
         runs: list[TokenIds] = []
         before = None
         for piece in self._template.render(messages, variables, continue_final):
@@ -175,6 +180,9 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError):  # the library rejects such a str
             raise InvalidRequest("the text holds half of a surrogate pair, which is not a character") from None
 
+    def _compiled(self, source: str) -> ChatTemplate:
+        return ChatTemplate(source, list(self._control_ids), self.named_tokens)
+
     def _check_control_tokens(self) -> None:
         for token in self._control_ids:
             if not self.special_ids.isdisjoint(self._backend.encode(token, add_special_tokens=False).ids):
@@ -201,9 +209,9 @@ class DetokenizeStream:
 # From a Hugging Face folder
 
 
-def tokenizer_from_hf(folder: Path, eos_ids: Sequence[int]) -> Tokenizer:
-    """Read tokenizer.json, or tiktoken.model, and what stands beside it. Raises ModelError for what is missing, broken
-    or unsupported."""
+def tokenizer_from_hf(folder: Path, eos_ids: Sequence[int], template: str = "") -> Tokenizer:
+    """Read tokenizer.json, or tiktoken.model, and what stands beside it; ``template`` replaces the model's own. Raises
+    ModelError for what is missing, broken or unsupported."""
     settings = folder / "tokenizer_config.json"
     config = read_json(settings) if settings.exists() else {}
     backend = _hf_backend(folder, config)
@@ -212,12 +220,11 @@ def tokenizer_from_hf(folder: Path, eos_ids: Sequence[int]) -> Tokenizer:
     stripping = [token.content for token in special.values() if token.rstrip]
     bos_ids = _leading_ids(backend)
     backend.encode_special_tokens = True
-    source = _hf_template(folder, config)
-    variables = {
+    named = {
         name: token for name in ("bos_token", "eos_token", "unk_token", "pad_token") if (token := _named(config, name))
     }
-    template = None if source is None else ChatTemplate(source, list(control_ids), variables)
-    return Tokenizer(backend, control_ids, bos_ids, eos_ids, template, stripping=stripping)
+    source = template or _hf_template(folder, config)
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, named, source, stripping=stripping)
 
 
 def _hf_backend(folder: Path, config: Mapping[str, object]) -> tokenizers.Tokenizer:
@@ -245,7 +252,7 @@ def _leading_ids(backend: tokenizers.Tokenizer) -> list[int]:
     return list(whole[: next(starts, 0)])
 
 
-def _hf_template(folder: Path, config: Mapping[str, object]) -> str | None:
+def _hf_template(folder: Path, config: Mapping[str, object]) -> str:
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
@@ -256,7 +263,7 @@ def _hf_template(folder: Path, config: Mapping[str, object]) -> str | None:
     if isinstance(template, list):  # several, by name
         by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
-    return template if isinstance(template, str) else None
+    return template if isinstance(template, str) else ""
 
 
 def _named(config: Mapping[str, object], name: str) -> str | None:

@@ -120,6 +120,16 @@ TRACE = "\n".join(
             2,
             "top_p must be between 0 and 1, got 2",
         ),
+        (
+            ["serve", "--chat-template", "no/own.jinja", "--http-port", "0", "--grpc-port", "0"],
+            2,
+            "mooncake: model.chat_template: cannot read no/own.jinja: No such file or directory",
+        ),
+        (
+            ["serve", "--set", "model.chat_template={% if %}", "--http-port", "0", "--grpc-port", "0"],
+            2,
+            "mooncake: the chat template is broken: Expected an expression",
+        ),
         (["serve", "--default-chat-template-kwargs", "[]"], 2, "model.chat_template_kwargs is a JSON object, got []"),
         (["serve", "--tool-call-parser", "no"], 2, "mooncake: conductor.tool_call_parser must be one of auto, hermes"),
         (["replay", __file__], 2, "; a trace is lines of JSON with timestamp, input_length, output_length, hash_ids"),

@@ -23,6 +23,7 @@ from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2, inference_pb2
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
 from mooncake.rpc.inference_pb2_grpc import InferenceStub
+from mooncake.text.chat_template import ChatMessage
 
 
 async def test_it_starts_says_what_it_waits_for_and_stops() -> None:
@@ -40,6 +41,29 @@ async def test_it_starts_says_what_it_waits_for_and_stops() -> None:
                 await call.read()
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         assert node.http_port
+    finally:
+        await node.stop()
+
+
+async def test_every_api_renders_the_template_of_the_configuration(tmp_path: Path) -> None:
+    own = "{% for m in messages %}<|im_start|>{{ m.role }}> {{ m.content }}{% endfor %}"
+    (tmp_path / "own.jinja").write_text(own)
+    ports = ["conductor.grpc_port=0", "conductor.http_port=0"]
+    node = ConductorNode(load_config(overrides=[*ports, f"model.chat_template={tmp_path}/own.jinja"]), open_directory)
+    await node.start()
+    try:
+        tokenizer = open_checkpoint("smollm2").load_tokenizer(own)
+        wanted = tokenizer.encode_chat([ChatMessage("user", "Hi <|im_start|>")]).tolist()
+        chat = {"messages": [{"role": "user", "content": "Hi <|im_start|>"}]}
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{node.http_port}", trust_env=False) as http:
+            assert (await http.post("/tokenize", json=chat)).json()["tokens"] == wanted
+            count = await http.post("/v1/messages/count_tokens", json=chat | {"model": "SmolLM2-135M-Instruct"})
+            assert count.json()["input_tokens"] == len(wanted)
+            assert (await http.get("/tokenizer_info")).json()["chat_template"] == own
+        async with grpc.aio.insecure_channel(node.control_address) as channel:
+            said = inference_pb2.ChatMessage(role="user", content="Hi <|im_start|>")
+            request = inference_pb2.TokenizeRequest(chat=inference_pb2.ChatMessages(messages=[said]))
+            assert list((await InferenceStub(channel).Tokenize(request, timeout=5)).ids) == wanted
     finally:
         await node.stop()
 

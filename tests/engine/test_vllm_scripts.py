@@ -309,14 +309,44 @@ def test_what_the_tokenizer_renders_is_answered_as_a_chat(llm: LLM) -> None:
     begun = [*chats[0], {"role": "assistant", "content": "It is"}]
     more: Any = tokenizer.apply_chat_template(begun, tokenize=False, continue_final_message=True)
     assert more.endswith("assistant\nIt is")
-    for argument, words in (("chat_template", "own is used"), ("return_tensors", "a list of ids, or text")):
-        with pytest.raises(InvalidRequest, match=words):
-            tokenizer.apply_chat_template(chats[0], **{argument: "pt"})
+    with pytest.raises(InvalidRequest, match="a list of ids, or text"):
+        tokenizer.apply_chat_template(chats[0], return_tensors="pt")
     plain = tokenizer.apply_chat_template(chats[0], return_tensors=None, padding=False)
     assert plain == tokenizer.apply_chat_template(chats[0])
     for tools in ([len], {"type": "function"}):
         with pytest.raises(InvalidRequest, match="tools"):
             tokenizer.apply_chat_template(chats[0], tools=tools)  # type: ignore[arg-type]
+
+
+BARE = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{% if tools %}tools{% endif %}"
+
+
+def test_a_call_brings_a_chat_template(llm: LLM, tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "What is 2 + 2?"}]
+    (tmp_path / "own.jinja").write_text(BARE)
+    for given in (BARE, tmp_path / "own.jinja"):
+        [output] = llm.chat(chat, SamplingParams(temperature=0, max_tokens=4), chat_template=given)
+        rendered = llm.get_tokenizer().apply_chat_template(chat, chat_template=given)
+        assert output.prompt == "user: What is 2 + 2?<|im_end|>" and output.prompt_token_ids == rendered
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    [output] = llm.chat(chat, SamplingParams(max_tokens=1), tools=tools, chat_template=BARE)
+    assert output.prompt is not None and output.prompt.endswith("tools")
+    [output] = llm.chat(chat, SamplingParams(max_tokens=1))
+    assert output.prompt is not None and output.prompt.startswith("<|im_start|>")
+    for wrong, words in (("no/own.jinja", "cannot read no/own.jinja"), ("{% if %}", "the chat template is broken")):
+        with pytest.raises(InvalidRequest, match=words):
+            llm.chat(chat, chat_template=wrong)
+
+
+def test_a_base_model_chats_by_a_template_of_one_s_own(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    with LLM(str(tmp_path), kv_gb=0.01, chat_template=BARE) as tiny:
+        [output] = tiny.chat([{"role": "user", "content": "hello"}], SamplingParams(max_tokens=1))
+        assert output.prompt == "user: hello<|im_end|>"
+        assert tiny.get_tokenizer().chat_template == BARE
+    with pytest.raises(ModelError, match="the chat template is broken"):
+        LLM(str(tmp_path), kv_gb=0.01, chat_template="{% if %}")
 
 
 def test_the_tokenizer_has_the_names_of_transformers(llm: LLM) -> None:
@@ -391,7 +421,7 @@ def test_an_argument_that_is_not_taken_says_what_there_is_instead(argument: str,
     ("call", "argument", "words"),
     [
         ("generate", "prompt_token_ids", "LLM.generate takes no prompt_token_ids: prompts may be lists of token ids"),
-        ("chat", "chat_template", "LLM.chat takes no chat_template: the model's own template is used"),
+        ("chat", "chat_template_content_format", "LLM.chat takes no chat_template_content_format: templates take text"),
         ("chat", "toosl", "LLM.chat takes no toosl: is tools meant\\?"),
         ("beam_search", "concurrency_limit", "there is nothing to choose"),
     ],

@@ -56,7 +56,7 @@ class ChatFields(AnswerFields, frozen=True, kw_only=True):
     add_special_tokens: bool | None = None  # true is refused: the chat template decides
     echo: bool | None = None  # likewise: of completions
     return_prompt_text: bool | None = None
-    chat_template: str | None = None  # refused: the model's own is used; this and the next two are vLLM's
+    chat_template: str | None = None  # refused; this and the next two are vLLM's
     chat_template_kwargs: dict[str, object] | None = None
     documents: list[dict[str, object]] | None = None
     reasoning_effort: str | None = None

@@ -141,10 +141,14 @@ def chosen_variables(
     """The ``named`` variables, plus those that templates read for a thinking ``effort``: its level, or whether to think
     at all.
 
-    Raises InvalidRequest for another template: only with the model's own can no message forge a control token.
+    Raises InvalidRequest for another template: callers are not trusted to bring a program, as with vLLM by default.
     """
     if template is not None or (named or {}).get("chat_template") is not None:
-        raise InvalidRequest("a request brings no chat template: the model's is used", "chat_template")
+        raise InvalidRequest(
+            "a request brings no chat template: this server renders its own, which only `mooncake serve "
+            "--chat-template` (model.chat_template) changes",
+            "chat_template",
+        )
     grades = {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     return grades | (named or {})
 

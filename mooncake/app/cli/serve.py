@@ -34,6 +34,10 @@ OverrideGenerationConfig = Annotated[
     str | None,
     typer.Option(metavar="JSON", help="Sampling defaults that count before the model's own.", show_default=False),
 ]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option(metavar="FILE|TEXT", help="A chat template of your own, in Jinja.", show_default="the model's own"),
+]
 DefaultChatTemplateKwargs = Annotated[
     str | None,
     typer.Option(
@@ -98,6 +102,7 @@ def serve(
     max_model_len: MaxModelLen = None,
     generation_config: GenerationConfig = None,
     override_generation_config: OverrideGenerationConfig = None,
+    chat_template: ChatTemplate = None,
     default_chat_template_kwargs: DefaultChatTemplateKwargs = None,
     reasoning_parser: ReasoningParser = None,
     tool_call_parser: ToolCallParser = None,
@@ -126,6 +131,7 @@ def serve(
         "model.max_model_len": max_model_len,
         "model.generation_config": generation_config,
         "model.generation_overrides": override_generation_config,
+        "model.chat_template": chat_template,
         "model.chat_template_kwargs": default_chat_template_kwargs,
         "conductor.reasoning_parser": reasoning_parser,
         "conductor.tool_call_parser": tool_call_parser,

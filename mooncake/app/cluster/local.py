@@ -39,6 +39,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.sampling_defaults import overridden
+from mooncake.text.template_source import template_source
 from mooncake.tls import check_tls, tls_of
 from mooncake.types import Role
 
@@ -206,6 +207,8 @@ class LocalCluster:
         checkpoint.config.context(self.config.model.max_model_len)
         model = self.config.model
         overridden(checkpoint.sampling_defaults(model.generation_config), model.generation_overrides)
+        if template := template_source(model.chat_template, "model.chat_template"):
+            await asyncio.to_thread(checkpoint.load_tokenizer, template)
         check_memory(self.config, checkpoint)
         self._fatal = asyncio.get_running_loop().create_future()
         self._config_fd = os.memfd_create("cluster.toml")
