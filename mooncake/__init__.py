@@ -1,7 +1,7 @@
 """A cluster that serves large language models, with prefill and decode on different nodes around one KV-cache pool.
 
-``LLM`` runs a model inside this process, ``Client`` talks to a cluster. Names are imported when they are first used, so
-that ``import mooncake`` costs nothing and only ``LLM`` brings in torch.
+``LLM`` and ``AsyncLLM`` run a model inside this process, ``Client`` talks to a cluster. Names are imported when they
+are first used, so that ``import mooncake`` costs nothing and only the first two bring in torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mooncake import errors
+    from mooncake.async_llm import AsyncLLM, AsyncLLMEngine
     from mooncake.client import Client
+    from mooncake.engine_args import AsyncEngineArgs, EngineArgs
     from mooncake.llm import LLM
-    from mooncake.llm_answers import CompletionOutput, RequestOutput
+    from mooncake.llm_answers import CompletionOutput, RequestMetrics, RequestOutput
     from mooncake.llm_inputs import LoRARequest, TextPrompt, TokensPrompt
     from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget
     from mooncake.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -26,14 +28,19 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearch",
     "BeamSearchParams",
     "Client",
     "CompletionOutput",
+    "EngineArgs",
     "Guide",
     "GuideKind",
     "LoRARequest",
     "RepetitionDetection",
+    "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -47,8 +54,13 @@ __all__ = [
 
 _HOMES = {
     "LLM": "mooncake.llm",
+    "AsyncLLM": "mooncake.async_llm",
+    "AsyncLLMEngine": "mooncake.async_llm",
+    "AsyncEngineArgs": "mooncake.engine_args",
+    "EngineArgs": "mooncake.engine_args",
     "Client": "mooncake.client",
     "CompletionOutput": "mooncake.llm_answers",
+    "RequestMetrics": "mooncake.llm_answers",
     "RequestOutput": "mooncake.llm_answers",
     "LoRARequest": "mooncake.llm_inputs",
     "TextPrompt": "mooncake.llm_inputs",

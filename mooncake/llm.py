@@ -12,42 +12,19 @@ step in progress, pressed again at once. Not safe for several threads.
 
 from __future__ import annotations
 
-import itertools
-import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mooncake.adapters import open_adapter, open_adapters
-from mooncake.block_size import block_size_advice
-from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.config import GENERATION_CONFIGS
-from mooncake.engine import sequence as engine_sequence
-from mooncake.engine.backends.backend import (
-    BackendSpec,
-    CacheSize,
-    Processes,
-    draft_on,
-    open_backend,
-    plan_pages,
-    put_adapter,
-)
-from mooncake.engine.contract import EngineConfig, check_least
-from mooncake.engine.engine import Engine
+from mooncake.engine_args import CHUNK_TOKENS, EngineArgs
 from mooncake.errors import InternalError, InvalidRequest
-from mooncake.guides import Guides
-from mooncake.hashing import Chain, kv_fingerprint
+from mooncake.in_process import InProcessEngine
 from mooncake.interrupts import HeldInterrupts
 from mooncake.llm_absent import OF_CALLS, OF_LLM, absent_because, says_counterparts
 from mooncake.llm_answers import BeamSearchOutput, Completion, Draft, DraftTokens, beams_of
@@ -57,10 +34,7 @@ from mooncake.llm_inputs import (
     Message,
     Priorities,
     Prompts,
-    adapter_places,
-    check_counts,
     conversation_list,
-    new_adapters,
     one_each,
     priority_list,
     prompt_list,
@@ -69,17 +43,9 @@ from mooncake.llm_inputs import (
     with_template,
 )
 from mooncake.llm_tokenizer import LLMTokenizer, RenderedChat
-from mooncake.precision import Coding, Precision, check_device, resolve_precision
-from mooncake.sampling import SamplingParams as EngineSampling
 from mooncake.sampling import check_type
 from mooncake.sampling_params import BeamSearchParams, SamplingParams
-from mooncake.text.detokenizer import TextAssembler, bad_word_tokens
-from mooncake.text.template_source import template_source
 from mooncake.types import TokenIds
-
-log = logging.getLogger(__name__)
-
-CHUNK_TOKENS = 1024  # four times a node's: nobody waits for tokens between the steps, and weights are read less often
 
 
 class LLM:
@@ -132,51 +98,34 @@ class LLM:
         file of that name says of sampling. ``chat_template``, a file or Jinja, replaces the model's own. Raises
         TypeError for other names; of vLLM's, it says what stands for them.
         """
-        counts = {
-            "tensor_parallel_size": tensor_parallel_size,
-            "pipeline_parallel_size": pipeline_parallel_size,
-            "context_parallel_size": context_parallel_size,
-        }
-        check_least({"kv_gb": (kv_gb, 0), "swap_gb": (swap_gb, 0), "threads": (threads, 0)})
-        check_least({name: (count, 1) for name, count in counts.items()})
-        check_counts(counts, device, has_adapters=bool(adapters))
-        if generation_config not in GENERATION_CONFIGS:
-            raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")
-        check_device("device", device)
-        processes = Processes(tensor_parallel_size, pipeline_parallel_size, context_parallel_size, threads)
-        checkpoint = open_checkpoint(model, max_model_len)
-        self._defaults = checkpoint.sampling_defaults(generation_config)
-        limits = EngineConfig(
+        args = EngineArgs(
+            model,
+            dtype,
+            kv_gb,
             block_tokens,
             chunk_tokens,
             max_sequences,
-            checkpoint.config.context(max_model_len),
-            tbt_limit_ms=tbt_limit_ms,
-            speculative_tokens=speculative_tokens,
-            keep_events=False,
+            max_model_len,
+            threads,
+            kv_dtype,
+            weights,
+            key_scales,
+            speculative_tokens,
+            tbt_limit_ms,
+            swap_gb,
+            draft_model,
+            adapters,
+            device,
+            tensor_parallel_size,
+            pipeline_parallel_size,
+            context_parallel_size,
+            generation_config,
+            chat_template,
         )
-        if threads:
-            torch.set_num_threads(min(threads, os.cpu_count() or threads))  # torch cannot handle absurd numbers
-        own = checkpoint.coding
-        stored: Coding = own if tensor_parallel_size == 1 or own == "int8" else ""  # W8A8 is for one process
-        precision = resolve_precision(dtype, kv_dtype, weights, (device,), key_scales, stored)
-        config, size = _fit(checkpoint, precision, limits, processes.count, kv_gb, swap_gb)
-        self.max_model_len = size.max_model_len
-        self.tokenizer = checkpoint.load_tokenizer(template_source(chat_template, "chat_template"))
-        self._config = checkpoint.config
-        self._eos_ids = checkpoint.config.eos_ids
-        self._vocab_size = checkpoint.config.vocab_size
-        self._fingerprint = kv_fingerprint(precision.identity(checkpoint.digest), size.layout)
-        self._adapters = open_adapters(adapters or {})
-        spec = BackendSpec(checkpoint, precision, size, device, processes, self._adapters, max_model_len)
-        with _told_meanwhile(f"loading {model}; the first time kernels are compiled, which takes a minute"):
-            self._backend = open_backend(spec)
-        drafter = None
-        if draft_model:
-            drafter = draft_on(device, draft_model, dtype, size, self._vocab_size, speculative_tokens, chunk_tokens)
-        guides = Guides(lambda: self.tokenizer, self._vocab_size)
-        self.engine = Engine(self._backend.model, self._backend.cache, config, guides, drafter)
-        self._numbers = itertools.count()
+        self._opened = InProcessEngine(args)
+        self.engine = self._opened.engine
+        self.tokenizer = self._opened.tokenizer
+        self.max_model_len = self._opened.max_model_len
         self._is_closed = False
 
     def __enter__(self) -> LLM:
@@ -190,8 +139,7 @@ class LLM:
     def close(self) -> None:
         """Frees its cache and ends the processes it has started, like leaving a ``with``. Idempotent."""
         self._is_closed = True
-        self.engine.drop_cached()
-        self._backend.close()
+        self._opened.close()
 
     if not TYPE_CHECKING:  # type checkers know what there is
 
@@ -217,7 +165,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Used where no ``sampling_params`` are given, including what the model's generation_config.json says. Change
         it at will: each call makes one."""
-        return self._defaults.params()
+        return self._opened.defaults.params()
 
     @says_counterparts(OF_CALLS)
     def generate(
@@ -240,10 +188,11 @@ class LLM:
         """
         self._check_open()
         given = prompt_list(prompts)
-        warn_of_spelled_control([each for each in given if not isinstance(each, RenderedChat)], self.tokenizer)
-        token_ids = [self._encode(prompt.token_ids if isinstance(prompt, RenderedChat) else prompt) for prompt in given]
-        self._load_new(lora_request)
-        places = adapter_places(adapter, lora_request, len(given), self._adapters)
+        plain = [each for each in given if not isinstance(each, RenderedChat)]
+        warn_of_spelled_control(plain, self.tokenizer, stacklevel=4)
+        token_ids = [self._opened.encode(prompt) for prompt in given]
+        self._opened.load_new(lora_request)
+        places = self._opened.places(adapter, lora_request, len(given))
         completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)
         texts = [prompt if isinstance(prompt, str) else None for prompt in given]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
@@ -277,8 +226,8 @@ class LLM:
         variables = template_variables(tokenizer, tools, chat_template_kwargs, add_generation_prompt)
         conversations = conversation_list(messages)
         token_ids = [tokenizer.encode_chat(each, variables, continue_final_message) for each in conversations]
-        self._load_new(lora_request)
-        places = adapter_places(adapter, lora_request, len(token_ids), self._adapters)
+        self._opened.load_new(lora_request)
+        places = self._opened.places(adapter, lora_request, len(token_ids))
         completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)
         texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
@@ -302,28 +251,6 @@ class LLM:
         if self._is_closed:
             raise InvalidRequest("this LLM is closed")
 
-    def _load_new(self, requests: LoRARequests) -> None:
-        """Load the adapters that are named for the first time, with a folder. Raises ModelError."""
-        for name, path in new_adapters(requests, self._adapters).items():
-            adapter = open_adapter(name, path)
-            put_adapter(self._backend, len(self._adapters), adapter, self._config)
-            self._adapters += (adapter,)
-
-    def _encode(self, prompt: object) -> TokenIds:
-        try:
-            ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt)
-        except InvalidRequest:
-            raise
-        except ValueError:  # lists of different lengths
-            ids = np.empty((0, 0))
-        if ids.shape == (0,):
-            raise InvalidRequest("a prompt is empty", "prompts")
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise InvalidRequest("a prompt is text or token ids", "prompts")
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
-            raise InvalidRequest(f"token ids must be between 0 and {self._vocab_size - 1}", "prompts")
-        return ids.astype(np.uint32)
-
     def _answer(
         self,
         prompts: list[TokenIds],
@@ -334,7 +261,7 @@ class LLM:
     ) -> list[Completion]:
         samplings = one_each(self.get_default_sampling_params() if sampling is None else sampling, len(prompts))
         priorities = priority_list(priority, len(prompts))
-        drafts = [self._draft(*each) for each in zip(prompts, samplings, adapters, priorities, strict=True)]
+        drafts = [self._opened.draft(*each) for each in zip(prompts, samplings, adapters, priorities, strict=True)]
         with HeldInterrupts() as interrupts:  # in the middle of a step one would leave blocks that are nobody's
             try:
                 self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm, interrupts)
@@ -343,50 +270,6 @@ class LLM:
                     self.engine.abort(draft.sequence.request_id)
                 self.engine.take_ended()
         return [draft.completion() for draft in drafts]
-
-    def _draft(self, prompt: TokenIds, wanted: SamplingParams, adapter: int, priority: int) -> Draft:
-        longest = max(self.max_model_len - len(prompt), 1)
-        sampling = wanted.for_engine(longest, bad_word_tokens(self.tokenizer, wanted.forbidden))
-        sequence = self._sequence(prompt, _ranking(sampling), adapter)
-        sequence.priority = priority
-        return Draft(
-            sequence,
-            sampling,
-            [self._assembler(wanted) for _ in range(sampling.num_answers)],
-            frozenset(sampling.stop_token_ids) - (set() if sampling.ignore_eos else set(self._eos_ids)),
-            wanted.include_stop_str_in_output,
-            self._text_of,
-        )
-
-    def _text_of(self, token_id: int) -> str:
-        return self.tokenizer.token_bytes(token_id, skip_special=False).decode(errors="replace")
-
-    def _assembler(self, wanted: SamplingParams) -> TextAssembler | None:
-        if not wanted.detokenize:
-            return None
-        return TextAssembler(
-            self.tokenizer,
-            wanted.stop_strings,
-            wanted.include_stop_str_in_output,
-            wanted.skip_special_tokens,
-            min_tokens=wanted.min_tokens,
-        )
-
-    def _sequence(self, prompt: TokenIds, sampling: EngineSampling, adapter: int) -> engine_sequence.Sequence:
-        start = self._adapters[adapter].start_in(prompt) if adapter >= 0 else None
-        if start is None:
-            adapter = -1
-        digest = self._adapters[adapter].digest if adapter >= 0 else ""
-        return engine_sequence.Sequence(
-            f"llm-{next(self._numbers)}",
-            prompt,
-            len(prompt),
-            sampling,
-            Chain.of(self._fingerprint, adapter=digest, start=start or 0),
-            eos_ids=self._eos_ids,
-            max_model_len=self.max_model_len,
-            adapter=adapter,
-        )
 
     def _run(self, drafts: list[Draft], shows_progress: bool, interrupts: HeldInterrupts) -> None:
         by_id = {draft.sequence.request_id: draft for draft in drafts}
@@ -412,40 +295,6 @@ class LLM:
                 raise error
         if self.engine.is_stalled:
             raise InternalError("the engine stands still: its blocks are held by someone else")
-
-
-def _fit(
-    checkpoint: Checkpoint,
-    precision: Precision,
-    limits: EngineConfig,
-    num_processes: int,
-    kv_gb: float,
-    swap_gb: float,
-) -> tuple[EngineConfig, CacheSize]:
-    """The engine's configuration, with no longer sequences than ``kv_gb`` has room for, and the size of its cache.
-    Raises InvalidRequest when that holds not one block."""
-    block = checkpoint.kv_layout(limits.block_tokens, precision.kv_dtype)
-    groups, page = plan_pages(checkpoint, block, limits.max_model_len, num_processes)
-    num_blocks, num_places = (int(gb * 1e9) // page.block_bytes for gb in (kv_gb, swap_gb))
-    longest = groups.max_model_len(num_blocks, limits.max_step_tokens, limits.block_tokens, limits.max_model_len)
-    if advice := block_size_advice(checkpoint.config, limits.block_tokens, precision.kv_dtype):
-        log.warning("%s", advice.replace("block.tokens", "block_tokens"))
-    if longest < 1:
-        raise InvalidRequest(f"kv_gb={kv_gb:g} does not hold one block of {block.block_bytes / 1e6:.1f} MB", "kv_gb")
-    size = CacheSize(page, num_blocks, longest, num_places, limits.max_sequences, groups, limits.chunk_tokens)
-    return replace(limits, max_model_len=longest, groups=groups), size
-
-
-def _ranking(sampling: EngineSampling) -> EngineSampling:
-    """Answers are ranked by their log-probabilities, requested or not."""
-    if sampling.num_answers == sampling.n or sampling.logprobs is not None:
-        return sampling
-    return replace(sampling, logprobs=0)
-
-
-def _told_meanwhile(sentence: str) -> AbstractContextManager[object]:
-    """On a terminal."""
-    return Console(stderr=True).status(escape(sentence)) if sys.stderr.isatty() else nullcontext()
 
 
 def _progress(shows: bool) -> Progress:

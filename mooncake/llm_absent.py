@@ -20,7 +20,7 @@ def _by_name(sentences: Mapping[tuple[str, ...], str]) -> dict[str, str]:
 
 _EMBEDDINGS = "models generate text here: there are no embeddings, classes, rewards or scores"
 _WEIGHTS = "weights stay as they were opened; close() frees them, and another LLM opens others"
-_QUEUE = "generate and chat take any number of prompts at once, and return when all are answered"
+_QUEUE = "generate and chat take any number of prompts at once; AsyncLLM takes one after the other, while it answers"
 _WORKERS = "there are no workers to call into; llm.engine is the engine itself"
 _TEXT_ALONE = "models take text alone"
 _METRICS = "a cluster has metrics (mooncake serve); a result has its cached_tokens, an LLM its draft_tokens"
@@ -110,6 +110,13 @@ OF_CALLS = _by_name(
         ("concurrency_limit",): _NO_CHOICE,
     }
 )
+OF_ASYNC_CALLS = _by_name(
+    {
+        ("start_engine_loop", "usage_context", "stat_loggers", "trace_headers", "data_parallel_rank"): _NO_CHOICE,
+        ("prompt_text", "tokenization_kwargs", "truncate_prompt_tokens"): _PART,
+        ("session_id", "reasoning_ended", "reasoning_parser_kwargs"): _NO_CHOICE,
+    }
+)
 OF_SAMPLING = _by_name(
     {
         ("max_new_tokens", "max_completion_tokens"): "it is max_tokens here",
@@ -122,7 +129,7 @@ OF_SAMPLING = _by_name(
         ("logprob_token_ids",): "logprobs=20 tells of the most likely tokens, and of the one that was drawn",
         ("prompt_logprob_token_ids", "prompt_logprob_start"): "prompt_logprobs tells of all tokens of the prompt",
         ("trace_decode_token_ids",): "prompt_logprobs tells how likely given tokens are",
-        ("stream_interval",): "an LLM returns whole answers; over HTTP it is a field of requests",
+        ("stream_interval",): "AsyncLLM gives each reader what there is; over HTTP it is a field of requests",
         ("structured_outputs",): "beam search ranks unmodified probabilities; LLM.generate takes them",  # of beams
         ("watermarking", "routed_experts_prompt_start"): _NO_CHOICE,
         ("flat_logprobs", "skip_clone", "extra_args", "output_text_buffer_length"): _NO_CHOICE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,15 +33,32 @@ Logprobs = dict[int, Logprob]
 @dataclass(frozen=True, slots=True)
 class Answer:
     """``logprobs`` is parallel to ``token_ids``; None unless requested. ``stop_reason`` is the stop string, or the one
-    of ``stop_token_ids``, that ended the answer."""
+    of ``stop_token_ids``, that ended the answer. Without a ``finish_reason`` it goes on."""
 
     index: int
     token_ids: list[int]
     text: str
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     logprobs: list[Logprobs] | None = None
     cumulative_logprob: float | None = None
     stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When something of a request happened, in seconds since 1970; its parts and vLLM's names of them. A time is None
+    until then."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_generation_tokens: int = 0  # of all its answers
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from the arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +72,7 @@ class Completion:
     prompt_token_ids: list[int]
     prompt_logprobs: list[Logprobs | None] | None = None  # if requested: a place per prompt token, the first None
     prompt: str | None = None  # its text, with control tokens for a conversation; None if it was given as token ids
+    metrics: RequestMetrics | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -64,7 +83,7 @@ class Completion:
         return self.outputs[0].text
 
     @property
-    def finish_reason(self) -> FinishReason:
+    def finish_reason(self) -> FinishReason | None:
         return self.outputs[0].finish_reason
 
     @property
@@ -78,8 +97,8 @@ class Completion:
 
     @property
     def finished(self) -> bool:
-        """Always: only whole answers are returned."""
-        return True
+        """Whether its answers are whole; an ``LLM`` returns no others."""
+        return all(answer.finish_reason is not None for answer in self.outputs)
 
 
 CompletionOutput = Answer  # by their names in vLLM, for annotations
@@ -102,7 +121,7 @@ class BeamSearchSequence:
     text: str
     logprobs: list[Logprobs]
     cum_logprob: float
-    finish_reason: FinishReason
+    finish_reason: FinishReason | None
     stop_reason: str | int | None = None
 
 
@@ -140,87 +159,137 @@ class Draft:
         text."""
         self.sequence = sequence
         self._sampling = sampling
-        self._answers = [DraftAnswer(assembler, stop_ids, includes_stop) for assembler in assemblers]
-        self._prompt_logprobs: list[TokenLogprob] | None = None
-        self._text_of = text_of
+        name = _Naming(text_of) if sampling.logprobs is not None else None
+        self._answers = [DraftAnswer(assembler, stop_ids, includes_stop, name) for assembler in assemblers]
+        self._prompt_logprobs: list[Logprobs | None] | None = None
+        self._name = _Naming(text_of)
+        self._times = Times()
 
     @property
     def is_complete(self) -> bool:
         return all(answer.finish_reason is not None for answer in self._answers)
 
+    @property
+    def is_ranked(self) -> bool:
+        """Whether only complete answers tell which of them are the result."""
+        return len(self._answers) > self._sampling.n
+
     def take(self, output: StepOutput) -> bool:
         """Returns whether it completes an answer."""
         if output.prompt_logprobs is not None:
-            self._prompt_logprobs = list(output.prompt_logprobs)
+            prompt = self._prompt()[1:]
+            self._prompt_logprobs = [None, *map(self._name, prompt, output.prompt_logprobs)]
         answer = self._answers[output.choice]
         if answer.finish_reason is not None:
             return False
         answer.take(output)
+        self._times.note(self.is_complete)
         return answer.finish_reason is not None
 
+    def abort(self) -> None:
+        """Its answers end as they are."""
+        for answer in self._answers:
+            answer.finish_reason = answer.finish_reason or FinishReason.ABORT
+        self._times.finish()
+
     def completion(self) -> Completion:
+        """What there is so far, but for what it was told to ``forget``."""
         answers = self._answers
-        if len(answers) > self._sampling.n:
+        if self.is_ranked:
             answers = sorted(answers, key=DraftAnswer.mean_logprob, reverse=True)[: self._sampling.n]
-        prompt = self.sequence.tokens[: self.sequence.num_prompt].tolist()
-        scored = None if self._prompt_logprobs is None else self._named(prompt[1:], self._prompt_logprobs)
+        prompt = self._prompt()
         return Completion(
             self.sequence.request_id,
             len(prompt),
             self.sequence.num_cached_tokens,
-            [self._answer(index, answer) for index, answer in enumerate(answers)],
+            [answer.answer(index) for index, answer in enumerate(answers)],
             prompt,
-            None if scored is None else [None, *scored],
+            self._prompt_logprobs,
+            metrics=self._times.metrics(sum(answer.num_tokens for answer in self._answers)),
         )
 
-    def _answer(self, index: int, answer: DraftAnswer) -> Answer:
-        assert answer.finish_reason is not None
-        told = self._sampling.logprobs is not None
-        return Answer(
-            index,
-            answer.token_ids,
-            answer.text,
-            answer.finish_reason,
-            self._named(answer.token_ids, answer.logprobs) if told else None,
-            sum(token.logprob for token in answer.logprobs) if told else None,
-            answer.stop_reason,
-        )
+    def forget(self) -> None:
+        """What has been told of the answers is no part of later ``completion``s."""
+        for answer in self._answers:
+            answer.forget()
 
-    def _named(self, token_ids: list[int], scores: list[TokenLogprob]) -> list[Logprobs]:
-        return [self._at_one_place(*each) for each in zip(token_ids, scores, strict=True)]
+    def _prompt(self) -> list[int]:
+        prompt: list[int] = self.sequence.tokens[: self.sequence.num_prompt].tolist()
+        return prompt
 
-    def _at_one_place(self, token_id: int, score: TokenLogprob) -> Logprobs:
-        ranks = {token_id: score.rank} | {other: rank for rank, (other, _) in enumerate(score.top, 1)}
-        values = {token_id: score.logprob} | dict(score.top)
-        return {each: Logprob(value, ranks[each], self._text_of(each)) for each, value in values.items()}
+
+class Times:
+    """When something of a request happened, by a clock that nobody sets."""
+
+    def __init__(self) -> None:
+        self._arrival_time, self._arrival_s = time.time(), time.monotonic()
+        self._first: float | None = None
+        self._last: float | None = None
+        self._finished: float | None = None
+
+    def note(self, ends: bool) -> None:
+        """A token came."""
+        self._last = self._now()
+        self._first = self._first or self._last
+        if ends:
+            self._finished = self._last
+
+    def finish(self) -> None:
+        self._finished = self._finished or self._now()
+
+    def metrics(self, num_tokens: int) -> RequestMetrics:
+        return RequestMetrics(self._arrival_time, self._first, self._last, self._finished, num_tokens)
+
+    def _now(self) -> float:
+        return self._arrival_time + time.monotonic() - self._arrival_s
 
 
 class DraftAnswer:
-    def __init__(self, assembler: TextAssembler | None, stop_ids: frozenset[int], includes_stop: bool) -> None:
+    def __init__(
+        self,
+        assembler: TextAssembler | None,
+        stop_ids: frozenset[int],
+        includes_stop: bool,
+        name: _Naming | None,
+    ) -> None:
+        """``name`` makes log-probabilities of it, if they are wanted."""
         self.finish_reason: FinishReason | None = None
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.num_tokens = 0
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._sum_logprobs = 0.0
+        self._last_id = -1
         self._assembler = assembler
         self._stop_ids = stop_ids
         self._includes_stop = includes_stop
-        self._text: list[str] = []
+        self._name = name
+
+    def answer(self, index: int) -> Answer:
+        return Answer(
+            index,
+            self._token_ids.copy(),
+            "".join(self._text),
+            self.finish_reason,
+            None if self._name is None else self._logprobs.copy(),
+            None if self._name is None else self._sum_logprobs,
+            self._stop_reason,
+        )
 
     @property
-    def text(self) -> str:
-        return "".join(self._text)
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        """Once it is complete."""
+    def _stop_reason(self) -> str | int | None:
         if self._assembler is not None and self._assembler.stopped_by:
             return self._assembler.stopped_by
-        last_id = self.token_ids[-1]
-        return last_id if self.finish_reason is FinishReason.STOP and last_id in self._stop_ids else None
+        return self._last_id if self.finish_reason is FinishReason.STOP and self._last_id in self._stop_ids else None
 
     def take(self, output: StepOutput) -> None:
-        self.token_ids.append(output.token.token_id)
+        self.num_tokens += 1
+        self._last_id = output.token.token_id
+        self._token_ids.append(self._last_id)
         if output.token.logprob is not None:
-            self.logprobs.append(output.token.logprob)
+            self._sum_logprobs += output.token.logprob.logprob
+            if self._name is not None:
+                self._logprobs.append(self._name(self._last_id, output.token.logprob))
         self.finish_reason = output.finish_reason
         if self._assembler is None:
             return
@@ -229,10 +298,25 @@ class DraftAnswer:
         if output.finish_reason is not None:
             self._add(self._assembler.flush())
 
+    def forget(self) -> None:
+        self._token_ids, self._text, self._logprobs = [], [], []
+
     def mean_logprob(self) -> float:
-        return sum(token.logprob for token in self.logprobs) / max(len(self.logprobs), 1)
+        return self._sum_logprobs / max(self.num_tokens, 1)
 
     def _add(self, piece: TextPiece) -> None:
         self._text.append(piece.text)
         if piece.stopped:
             self.finish_reason = FinishReason.STOP
+
+
+class _Naming:
+    """Log-probabilities of one place, with the texts of tokens."""
+
+    def __init__(self, text_of: Callable[[int], str]) -> None:
+        self._text_of = text_of
+
+    def __call__(self, token_id: int, score: TokenLogprob) -> Logprobs:
+        ranks = {token_id: score.rank} | {other: rank for rank, (other, _) in enumerate(score.top, 1)}
+        values = {token_id: score.logprob} | dict(score.top)
+        return {each: Logprob(value, ranks[each], self._text_of(each)) for each, value in values.items()}

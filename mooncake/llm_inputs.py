@@ -74,11 +74,11 @@ def prompt_list(prompts: Prompts) -> list[object]:
     return [items] if items and isinstance(items[0], (int, np.integer)) else list(map(_unnamed, items))
 
 
-def warn_of_spelled_control(prompts: Sequence[object], tokenizer: Tokenizer) -> None:
+def warn_of_spelled_control(prompts: Sequence[object], tokenizer: Tokenizer, stacklevel: int) -> None:
     """The prompts of one call are made alike, so the first one tells whether a chat template has rendered them."""
     if prompts and isinstance(prompts[0], str) and (name := tokenizer.spelled_control(prompts[0])):
         what = f"a prompt spells {name}, which is plain text in it: LLM.chat renders conversations"
-        warnings.warn(f"{what}, and a prompt of token ids may have control tokens", stacklevel=4)
+        warnings.warn(f"{what}, and a prompt of token ids may have control tokens", stacklevel=stacklevel)
 
 
 def _unnamed(prompt: object) -> object:

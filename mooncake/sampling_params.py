@@ -22,7 +22,7 @@ from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection,
 
 
 class RequestOutputKind(Enum):
-    """vLLM's. It has no effect: ``LLM`` returns whole answers, as vLLM's does."""
+    """vLLM's: what of an answer each result of ``AsyncLLM`` has. ``LLM`` returns whole answers, as vLLM's does."""
 
     CUMULATIVE = 0
     DELTA = 1

@@ -66,7 +66,7 @@ def test_two_ranks_give_the_tokens_of_a_cpu_and_start_steps_ahead(folder: str) -
     with two_ranks(folder) as llm:
         answers = llm.generate(PROMPTS, sampling, use_tqdm=False)
         assert llm.engine._overlap is not None and llm.engine._overlap.num_steps > 0
-        model = llm._backend.model
+        model = llm._opened.backend.model
         assert isinstance(model, TensorParallelGpuModel) and model.tensor.shape[3] == 1, "one KV head of two"
         [rank] = model._workers.processes
     assert [answer.token_ids for answer in answers] == wanted
@@ -192,7 +192,7 @@ def step(position: int, tokens: torch.Tensor) -> ForwardBatch:
 
 def test_a_dead_rank_is_an_error_and_not_a_hang(folder: str) -> None:
     with two_ranks(folder) as llm:
-        model = llm._backend.model
+        model = llm._opened.backend.model
         assert isinstance(model, TensorParallelGpuModel)
         [rank] = model._workers.processes
         rank.kill()
@@ -206,7 +206,7 @@ def test_after_an_interrupt_no_step_hangs_and_ranks_end_with_their_engine(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = two_ranks(folder)
-    model = llm._backend.model
+    model = llm._opened.backend.model
     assert isinstance(model, TensorParallelGpuModel)
     [rank] = model._workers.processes
 
@@ -224,7 +224,7 @@ def test_after_an_interrupt_no_step_hangs_and_ranks_end_with_their_engine(
 
 def test_ranks_of_an_engine_that_is_dropped_end(folder: str) -> None:
     llm = two_ranks(folder)
-    model = llm._backend.model
+    model = llm._opened.backend.model
     assert isinstance(model, TensorParallelGpuModel)
     [rank] = model._workers.processes
     assert rank.poll() is None

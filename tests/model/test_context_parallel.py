@@ -162,8 +162,8 @@ def test_an_engine_over_ranks_gives_the_same_answers(folder: Path, formats: dict
 
 def test_ranks_of_an_engine_that_is_dropped_end(folder: Path) -> None:
     llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, context_parallel_size=2)
-    assert isinstance(llm._backend.model, ContextParallelModel)
-    [rank] = llm._backend.model.workers.processes
+    assert isinstance(llm._opened.backend.model, ContextParallelModel)
+    [rank] = llm._opened.backend.model.workers.processes
     assert rank.poll() is None
     del llm
     gc.collect()

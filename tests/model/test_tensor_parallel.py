@@ -144,7 +144,7 @@ def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
 def test_after_an_interrupt_no_step_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C leaves the other rank in the middle of a step."""
     with LLM(str(folder), kv_gb=0.001, block_tokens=4, tensor_parallel_size=2) as llm:
-        model = llm._backend.model
+        model = llm._opened.backend.model
         assert isinstance(model, TensorParallelModel)
         [worker] = model._workers.processes
 
@@ -173,7 +173,7 @@ thread = threading.Thread(target=make)
 thread.start()
 thread.join()
 [answer] = made[0].generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True), use_tqdm=False)
-print(len(answer.token_ids), made[0]._backend.model.pids[0], flush=True)
+print(len(answer.token_ids), made[0]._opened.backend.model.pids[0], flush=True)
 sys.stdin.read()
 """
     first = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -201,8 +201,8 @@ def is_running(pid: int) -> bool:
 def test_ranks_of_an_engine_that_is_dropped_or_closed_end(folder: Path) -> None:
     for is_closed in (False, True):
         llm = LLM(str(folder), kv_gb=0.01, block_tokens=16, tensor_parallel_size=2)
-        assert isinstance(llm._backend.model, TensorParallelModel)
-        [rank] = llm._backend.model._workers.processes
+        assert isinstance(llm._opened.backend.model, TensorParallelModel)
+        [rank] = llm._opened.backend.model._workers.processes
         assert rank.poll() is None
         if is_closed:
             llm.close()
@@ -218,7 +218,7 @@ def test_ranks_that_are_told_to_end_do_not_crash(folder: Path, way: str) -> None
     """Ranks that left their process group open at exit aborted three times out of ten."""
     for _ in range(6):
         with LLM(str(folder), kv_gb=0.01, block_tokens=16, **{way: 2}) as llm:  # type: ignore[arg-type]
-            model = llm._backend.model
+            model = llm._opened.backend.model
             assert isinstance(model, TensorParallelModel | ContextParallelModel)
             [rank] = (model._workers if isinstance(model, TensorParallelModel) else model.workers).processes
         assert rank.returncode == 0
