@@ -32,7 +32,7 @@ from conductor.ingress.http.edge import EdgeMiddleware
 from conductor.ingress.http.errors import NoSuchRoute, WrongMethod, error_response, guarded, json_response
 from conductor.ingress.http.event_stream import KEEP_ALIVE_S
 from conductor.ingress.http.server import HttpServer
-from conductor.ingress.metrics import CONTENT_TYPE, Metrics
+from conductor.ingress.metrics import Metrics
 from conductor.ingress.parsers.output_format import output_format
 from conductor.ingress.pipeline import Pipeline
 from conductor.ingress.served_model import ServedModel
@@ -160,8 +160,8 @@ class Ingress:
 
     async def _metrics_page(self, request: Request) -> Response:
         async with self._telling:
-            page = await asyncio.to_thread(self._metrics.page())
-        return Response(page, headers={"content-type": CONTENT_TYPE})
+            page, content_type = await asyncio.to_thread(self._metrics.page(request.headers.get("accept", "")))
+        return Response(page, headers={"content-type": content_type, "vary": "accept"})
 
     async def _status_json(self, request: Request) -> Response:
         async with self._telling:

@@ -13,6 +13,7 @@ import time
 
 import grpc
 import pytest
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.ingress.http.event_stream import EventStream
@@ -541,6 +542,20 @@ async def test_the_page_shows_the_status_and_needs_nothing_from_outside(front):
     assert [node["info"]["node_id"] for node in status["nodes"]] == ["prefill-0", "decode-0"]
     assert status["nodes"][0]["load"]["waiting"] == 0
     assert (await front.http.get("/version")).json()["version"]
+
+
+OPEN = "application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1"
+
+
+@pytest.mark.parametrize("wanted", [OPEN, "text/html, application/openmetrics-text; version=x", "*/*", ""])
+async def test_metrics_come_in_the_format_that_a_scraper_reads(front, wanted):
+    answer = await front.http.get("/metrics", headers={"accept": wanted})
+    is_open = "openmetrics" in wanted
+    read = openmetrics.text_string_to_metric_families if is_open else text_string_to_metric_families
+    kind = "application/openmetrics-text; version=1.0.0" if is_open else "text/plain; version=0.0.4"
+    assert answer.headers["content-type"].startswith(kind) and answer.text.endswith("# EOF\n") is is_open
+    names = {sample.name for family in read(answer.text) for sample in family.samples}
+    assert {"vllm:generation_tokens_total", "mooncake_requests_total", "vllm:kv_cache_usage_perc"} <= names
 
 
 async def metrics(front):
