@@ -133,7 +133,9 @@ TRACE = "\n".join(
         (["serve", "--default-chat-template-kwargs", "[]"], 2, "model.chat_template_kwargs is a JSON object, got []"),
         (["serve", "--tool-call-parser", "no"], 2, "mooncake: conductor.tool_call_parser must be one of auto, hermes"),
         (["replay", __file__], 2, "; a trace is lines of JSON with timestamp, input_length, output_length, hash_ids"),
-        (["serve", "--prefill", "0"], 2, "--prefill"),
+        (["serve", "--prefill", "0"], 2, "'--prefill': Input should be greater than or equal to 1, got '0'"),
+        (["generate", "x", "--max-tokens", "1.5"], 2, "unable to parse string as an integer, got '1.5'"),
+        (["generate", "x", "--temperature", "hot"], 2, "unable to parse string as a number, got 'hot'"),
         (
             ["serve", "--max-model-len", "100000", "--http-port", "0", "--grpc-port", "0"],
             2,

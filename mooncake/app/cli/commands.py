@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from mooncake.errors import shown
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _WORDS = {"int": "N", "float": "NUMBER", "str": "TEXT", "path": "PATH", "file": "FILE"}
@@ -26,6 +28,18 @@ class Commands(typer.Typer):
 
 
 class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """An error also tells the value that it is about."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            name = getattr(error.param, "name", None)
+            value = self.make_parser(ctx).parse_args(given)[0].get(name) if name else None
+            if isinstance(value, str) and repr(value) not in error.message:
+                error.message = f"{error.message.rstrip('.')}, got {shown(value)}"
+            raise
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         for title, kind in (("Arguments", "argument"), ("Options", "option")):
             params = [param for param in self.get_params(ctx) if param.param_type_name == kind]
