@@ -122,6 +122,8 @@ class Intake:
 
     def job(self, call: Call, tokens: TokenIds, sampling: SamplingParams, number: int) -> Job:
         """The call's job for its prompt of this ``number``."""
+        if call.fields.cache_salt == "":
+            raise InvalidRequest("cache_salt is empty, and separates nothing: leave it out", "cache_salt")
         return self.pipeline.job(
             tokens,
             sampling,

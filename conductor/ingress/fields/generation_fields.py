@@ -171,7 +171,7 @@ def sampling_of(
         max_tokens=max_tokens,
         min_tokens=_given(fields.min_tokens, 0),
         temperature=_given(fields.temperature, defaults.temperature),
-        top_k=max(_given(fields.top_k, defaults.top_k), 0),  # some clients send -1 for "no limit"
+        top_k=0 if fields.top_k == -1 else _given(fields.top_k, defaults.top_k),  # -1 is vLLM's word for no limit
         top_p=_given(fields.top_p, defaults.top_p),
         min_p=_given(fields.min_p, defaults.min_p),
         repetition_penalty=_given(fields.repetition_penalty, defaults.repetition_penalty),
