@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mooncake.llm_absent import OF_LLM, form_says_counterparts
+from mooncake.sampling import MAX_TOP_LOGPROBS
 
 CHUNK_TOKENS = 1024  # four times a node's: nobody waits for tokens between the steps, and weights are read less often
 
@@ -38,6 +39,7 @@ class EngineArgs:
     pipeline_parallel_size: int = 1
     context_parallel_size: int = 1
     generation_config: str = "auto"
+    max_logprobs: int = MAX_TOP_LOGPROBS
     chat_template: str | Path | None = None
 
 

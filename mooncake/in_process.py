@@ -80,6 +80,7 @@ class InProcessEngine:
         config, size = _fit(checkpoint, precision, limits, processes.count, args.kv_gb, args.swap_gb)
         self.max_model_len = size.max_model_len
         self.vocab_size = checkpoint.config.vocab_size
+        self._max_logprobs = self.vocab_size if args.max_logprobs == -1 else args.max_logprobs
         self.tokenizer = checkpoint.load_tokenizer(template_source(args.chat_template, "chat_template"))
         self.guides = Guides(lambda: self.tokenizer, self.vocab_size)
         self.adapters = open_adapters(args.adapters or {})
@@ -131,7 +132,8 @@ class InProcessEngine:
     def draft(self, prompt: TokenIds, wanted: SamplingParams, adapter: int = -1, priority: int = 0) -> Draft:
         """Its sequence has a name of its own. Raises InvalidRequest, ContextTooLong."""
         longest = max(self.max_model_len - len(prompt), 1)
-        sampling = wanted.for_engine(longest, bad_word_tokens(self.tokenizer, wanted.forbidden))
+        bad_words = bad_word_tokens(self.tokenizer, wanted.forbidden)
+        sampling = wanted.for_engine(longest, bad_words, self._max_logprobs, self.vocab_size)
         sequence = self._sequence(prompt, _ranking(sampling), adapter)
         sequence.priority = priority
         return Draft(
@@ -181,7 +183,7 @@ def _check(args: EngineArgs) -> None:
         "context_parallel_size": args.context_parallel_size,
     }
     check_least({"kv_gb": (args.kv_gb, 0), "swap_gb": (args.swap_gb, 0), "threads": (args.threads, 0)})
-    check_least({name: (count, 1) for name, count in counts.items()})
+    check_least({name: (count, 1) for name, count in counts.items()} | {"max_logprobs": (args.max_logprobs, -1)})
     check_counts(counts, args.device, has_adapters=bool(args.adapters))
     if args.generation_config not in GENERATION_CONFIGS:
         raise InvalidRequest(f"generation_config is one of {', '.join(GENERATION_CONFIGS)}", "generation_config")

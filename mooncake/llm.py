@@ -43,7 +43,7 @@ from mooncake.llm_inputs import (
     with_template,
 )
 from mooncake.llm_tokenizer import LLMTokenizer, RenderedChat
-from mooncake.sampling import check_type
+from mooncake.sampling import MAX_TOP_LOGPROBS, check_type
 from mooncake.sampling_params import BeamSearchParams, SamplingParams
 from mooncake.types import TokenIds
 
@@ -77,6 +77,7 @@ class LLM:
         pipeline_parallel_size: int = 1,
         context_parallel_size: int = 1,
         generation_config: str = "auto",
+        max_logprobs: int = MAX_TOP_LOGPROBS,
         chat_template: str | Path | None = None,
     ) -> None:
         """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
@@ -95,8 +96,9 @@ class LLM:
         On CPUs ``pipeline_parallel_size`` cuts it into so many with a run of layers and ``threads`` each;
         ``context_parallel_size`` cuts the tokens of each prompt step over so many, which share ``threads``. The last
         two pay for prompts, in large steps (``chunk_tokens``). ``generation_config`` "none" leaves out what the model's
-        file of that name says of sampling. ``chat_template``, a file or Jinja, replaces the model's own. Raises
-        TypeError for other names; of vLLM's, it says what stands for them.
+        file of that name says of sampling. ``chat_template``, a file or Jinja, replaces the model's own.
+        ``max_logprobs`` is how many ``logprobs`` and ``prompt_logprobs`` may ask for; -1: the whole vocabulary, which
+        takes some MB for each token. Raises TypeError for other names; of vLLM's, it says what stands for them.
         """
         args = EngineArgs(
             model,
@@ -120,6 +122,7 @@ class LLM:
             pipeline_parallel_size,
             context_parallel_size,
             generation_config,
+            max_logprobs,
             chat_template,
         )
         self._opened = InProcessEngine(args)

@@ -23,7 +23,7 @@ _WEIGHTS = "weights stay as they were opened; close() frees them, and another LL
 _QUEUE = "generate and chat take any number of prompts at once; AsyncLLM takes one after the other, while it answers"
 _WORKERS = "there are no workers to call into; llm.engine is the engine itself"
 _TEXT_ALONE = "models take text alone"
-_METRICS = "a cluster has metrics (mooncake serve); a result has its cached_tokens, an LLM its draft_tokens"
+_METRICS = "a cluster has metrics (mooncake serve); a result has metrics, an LLM its draft_tokens"
 
 _ABSENT = _by_name(
     {
@@ -87,7 +87,6 @@ OF_LLM = _by_name(
         ("skip_tokenizer_init",): "SamplingParams(detokenize=False) asks for no text",
         ("scheduling_policy",): "generate and chat take a priority",
         ("enable_sleep_mode",): _ABSENT["sleep"],
-        ("max_logprobs",): "it is 20, as with vLLM",
         ("seed",): "SamplingParams(seed=…) has it",
         ("tokenizer", "tokenizer_mode", "hf_config_path", "hf_overrides"): _FOLDER,
         ("revision", "tokenizer_revision", "download_dir", "hf_token"): _NO_DOWNLOAD,

@@ -82,10 +82,10 @@ class SamplingParams:
     """How to choose the next token, in tokens alone: what travels and computes. (Users fill in
     ``mooncake.sampling_params``.) Greedy when ``temperature`` is 0.
 
-    ``logprobs`` is None for none, or the number of top alternatives wanted besides the chosen token (0 to 20);
-    ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is always set: if the user gives none, one is
-    drawn. With ``n``, answer i uses the seed ``seed + i``; with ``best_of`` that many are generated and the ``n`` most
-    likely per token are kept.
+    ``logprobs`` is None for none, or the number of top alternatives wanted besides the chosen token (0 to
+    ``max_logprobs``, which does not travel); ``prompt_logprobs`` likewise for the tokens of the prompt. ``seed`` is
+    always set: if the user gives none, one is drawn. With ``n``, answer i uses the seed ``seed + i``; with ``best_of``
+    that many are generated and the ``n`` most likely per token are kept.
     """
 
     max_tokens: int = 16
@@ -111,6 +111,7 @@ class SamplingParams:
     guide: Guide | None = None
     repetition_detection: RepetitionDetection | None = None
     thinking_budget: ThinkingBudget | None = None
+    max_logprobs: int = MAX_TOP_LOGPROBS
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field, for any value of a wrong type or out of range."""
@@ -129,9 +130,9 @@ class SamplingParams:
         check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         check_range("seed", self.seed, 0, (1 << 64) - 1)
         if self.logprobs is not None:
-            check_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
+            check_range("logprobs", self.logprobs, 0, self.max_logprobs)
         if self.prompt_logprobs is not None:
-            check_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
+            check_range("prompt_logprobs", self.prompt_logprobs, 0, self.max_logprobs)
         check_range("n", self.n, 1, MAX_ANSWERS)
         if self.best_of:
             check_range("best_of", self.best_of, self.n, MAX_ANSWERS)

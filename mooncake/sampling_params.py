@@ -58,8 +58,9 @@ class StructuredOutputsParams:
 class SamplingParams:
     """How to generate an answer. Greedy when ``temperature`` is 0.
 
-    ``logprobs`` is None for none, or the number of most likely tokens wanted beside the chosen one (0 to 20);
-    ``prompt_logprobs`` likewise for the tokens of the prompt. With ``n``, answer i draws from ``seed + i``; with
+    ``logprobs`` is None for none, or the number of most likely tokens wanted beside the chosen one: 0 to 20, and more,
+    or -1 for the whole vocabulary, where ``LLM(…, max_logprobs=…)`` allows it; ``prompt_logprobs`` likewise for the
+    tokens of the prompt. With ``n``, answer i draws from ``seed + i``; with
     ``best_of`` that many are generated and the ``n`` most likely per token are kept.
     """
 
@@ -96,8 +97,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest, naming the field, for any value of a wrong type or out of range. Values that are set
-        later are checked when they are used."""
-        self.for_engine()
+        later are checked when they are used, and so is whether as many ``logprobs`` may be asked for."""
+        self.for_engine(max_logprobs=sampling.MAX_ALLOWED_TOKEN_IDS)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -110,10 +111,14 @@ class SamplingParams:
         return _texts("bad_words", self.bad_words)
 
     def for_engine(
-        self, longest: int = sampling.MAX_TOKENS, bad_words: tuple[tuple[int, ...], ...] = ()
+        self,
+        longest: int = sampling.MAX_TOKENS,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        max_logprobs: int = sampling.MAX_TOP_LOGPROBS,
+        vocab_size: int = sampling.MAX_ALLOWED_TOKEN_IDS,
     ) -> sampling.SamplingParams:
         """What of it concerns tokens, with a seed. ``longest`` stands for ``max_tokens`` None, ``bad_words`` are the
-        tokens of ``forbidden``. Raises InvalidRequest, naming the field."""
+        tokens of ``forbidden``, ``vocab_size`` stands for ``logprobs`` -1. Raises InvalidRequest, naming the field."""
         for name in ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "ignore_eos"):
             check_type(name, getattr(self, name), bool)
         if "" in self.stop_strings:
@@ -139,14 +144,15 @@ class SamplingParams:
             seed=seed_or_random(self.seed),
             stop_token_ids=_ids("stop_token_ids", self.stop_token_ids),
             ignore_eos=self.ignore_eos,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
+            logprobs=_num_logprobs("logprobs", self.logprobs, max_logprobs, vocab_size),
+            prompt_logprobs=_num_logprobs("prompt_logprobs", self.prompt_logprobs, max_logprobs, vocab_size),
             n=self.n,
             best_of=self.best_of or 0,
             beam_search=self.beam_search,
             guide=self._only_guide(),
             repetition_detection=self.repetition_detection,
             thinking_budget=self.thinking_budget,
+            max_logprobs=max_logprobs,
         )
 
     def _only_guide(self) -> Guide | None:
@@ -219,6 +225,18 @@ def seed_or_random(seed: int | None) -> int:
     if not -(1 << 63) <= seed < 1 << 64:
         raise InvalidRequest(f"seed must be a 64-bit integer, got {shown(seed)}", "seed")
     return int(seed) & ((1 << 64) - 1)
+
+
+def _num_logprobs(name: str, wanted: int | None, most: int, vocab_size: int) -> int | None:
+    """Raises InvalidRequest for more than ``most``; other mistakes are left for the engine's own check to name."""
+    if wanted is None or not issubclass(type(wanted), Integral) or wanted < -1:
+        return wanted
+    count = vocab_size if wanted == -1 else min(int(wanted), vocab_size)
+    if count > most:
+        what = "the whole vocabulary" if wanted == -1 else "more"
+        allowed = f"{name} are at most {most} here, and {shown(int(wanted))} asks for {what}"
+        raise InvalidRequest(f"{allowed}: in one process LLM(…, max_logprobs={shown(int(wanted))}) allows it", name)
+    return count
 
 
 def _as_json(value: object) -> str:

@@ -81,12 +81,26 @@ def test_a_wrong_value_is_told_by_its_field(wishes: dict[str, Any], param: str, 
         ({"include_stop_str_in_output": "x"}, "include_stop_str_in_output"),
         ({"stop": ""}, "stop"),
         ({"stop": ["x", ""]}, "stop"),
+        ({"logprobs": -2}, "logprobs"),
+        ({"prompt_logprobs": "all"}, "prompt_logprobs"),
+        ({"top_k": -2}, "top_k"),
     ],
 )
 def test_a_wrong_value_of_the_form_is_told_by_its_field(wishes: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         sampling_params.SamplingParams(**wishes)
     assert refused.value.param == param
+
+
+def test_more_logprobs_than_a_cluster_tells_are_for_one_process() -> None:
+    for name, wanted, told in (("logprobs", 21, "21 asks for more"), ("prompt_logprobs", -1, "-1 asks for the whole")):
+        form = sampling_params.SamplingParams(**{name: wanted})
+        sentence = f"{name} are at most 20 here, and {told}.*max_logprobs={wanted}"
+        with pytest.raises(InvalidRequest, match=sentence) as error:
+            form.for_engine()
+        assert error.value.param == name
+    assert sampling_params.SamplingParams(logprobs=-1).for_engine(max_logprobs=300, vocab_size=300).logprobs == 300
+    assert sampling_params.SamplingParams(logprobs=500).for_engine(max_logprobs=300, vocab_size=300).logprobs == 300
 
 
 def test_the_form_takes_what_json_and_numpy_make_of_token_ids() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
+import time
 import warnings
 from collections.abc import Iterator
 from inspect import signature
@@ -139,6 +141,35 @@ def test_stop_strings_and_tokens(llm: LLM) -> None:
     assert seven.outputs[0].text == free.text.partition(" 7")[0] + " 7"
     by_id = SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[six.token_ids[-1]])
     assert llm.generate("1, 2, 3, 4,", by_id)[0].outputs[0].stop_reason == six.token_ids[-1]
+
+
+def test_logprobs_of_the_whole_vocabulary(llm: LLM, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    asked = {"temperature": 0, "max_tokens": 2}
+    with LLM(str(tmp_path), kv_gb=0.01, max_logprobs=-1) as tiny:
+        [output] = tiny.generate([[5, 6, 7]], SamplingParams(**asked, logprobs=-1, prompt_logprobs=-1))
+        places = [*(output.logprobs or ()), *(output.prompt_logprobs or ())[1:]]
+        assert len(places) == 4
+        for place in places:
+            assert place is not None and sorted(place) == list(range(320))
+            assert sorted(each.rank for each in place.values()) == list(range(1, len(place) + 1))
+            assert sum(math.exp(each.logprob) for each in place.values()) == pytest.approx(1.0)
+        [more] = tiny.generate([[5, 6, 7]], SamplingParams(**asked, logprobs=30))
+        assert more.logprobs is not None and [len(place) for place in more.logprobs] == [30, 30]
+    for wanted in (21, -1):
+        with pytest.raises(InvalidRequest, match=rf"logprobs are at most 20 here.*LLM\(…, max_logprobs={wanted}\)"):
+            llm.generate("a", SamplingParams(logprobs=wanted))
+
+
+def test_results_tell_when_it_happened(llm: LLM) -> None:
+    before = time.time()
+    outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=4, n=1))
+    for metrics in (output.metrics for output in outputs):
+        assert metrics is not None and metrics.num_generation_tokens == 4
+        times = [metrics.arrival_time, metrics.first_token_time, metrics.last_token_time, metrics.finished_time]
+        assert times == sorted(times) and before <= metrics.arrival_time  # type: ignore[type-var]
+        assert metrics.first_token_time is not None and metrics.first_token_latency is not None
+        assert metrics.first_token_latency == metrics.first_token_time - metrics.arrival_time > 0
 
 
 def test_words_tokens_and_texts_that_are_not_wanted(llm: LLM) -> None:
