@@ -83,6 +83,10 @@ def __getattr__(name: str) -> object:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "errors":
         return importlib.import_module("mooncake.errors")
+    if not name.startswith("_"):
+        absent = importlib.import_module("mooncake.llm_absent")
+        if reason := absent.OF_IMPORTS.get(name):  # no AttributeError: `from mooncake import …` would not tell it
+            raise ImportError(f"mooncake has no {name}, which is vLLM's: {reason}", name=name)
     raise AttributeError(f"module 'mooncake' has no attribute {name!r}")
 
 

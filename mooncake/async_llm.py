@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import replace
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from mooncake.engine.contract import StepOutput
@@ -24,7 +25,7 @@ from mooncake.engine.loop import EngineThread
 from mooncake.engine_args import EngineArgs
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.in_process import InProcessEngine
-from mooncake.llm_absent import OF_ASYNC_CALLS, absent_because, says_counterparts
+from mooncake.llm_absent import OF_ASYNC_CALLS, OF_LLM, absent_because, says_counterparts
 from mooncake.llm_answers import Completion, Draft
 from mooncake.llm_inputs import LoRARequest, Prompt, priority_list, prompt_list, warn_of_spelled_control
 from mooncake.llm_tokenizer import LLMTokenizer, RenderedChat
@@ -32,15 +33,19 @@ from mooncake.sampling import check_type
 from mooncake.sampling_params import RequestOutputKind, SamplingParams
 
 MAX_WAITING = 1 << 16  # requests; more are refused
+_ARGS = "an AsyncEngineArgs(…), which has the settings by their names"
 
 
 class AsyncLLM:
     """Usable from any event loop; ``generate`` and ``abort`` of one request from the same."""
 
+    @says_counterparts(dict.fromkeys(signature(EngineArgs).parameters, f"give {_ARGS}") | OF_LLM)
     def __init__(self, engine_args: EngineArgs) -> None:
         """Loads the model, which takes a while. Raises ModelError or ConfigError when it cannot be loaded, the cache is
         too small for it, or a number is impossible, and InvalidRequest."""
+        check_type("engine_args", engine_args, EngineArgs, _ARGS)
         self._opened = InProcessEngine(engine_args, MAX_WAITING)
+        self.max_model_len = self._opened.max_model_len
         self._streams: dict[str, _Stream] = {}
         self._thread = EngineThread(self._opened.engine)
         self._is_closed = False

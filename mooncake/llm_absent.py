@@ -37,7 +37,18 @@ _ABSENT = _by_name(
         ("enqueue", "enqueue_chat", "wait_for_completion"): _QUEUE,
         ("collective_rpc", "apply_model", "llm_engine", "get_world_size"): _WORKERS,
         ("start_profile", "stop_profile", "get_metrics"): _METRICS,
-        ("reset_mm_cache",): _TEXT_ALONE,
+        ("reset_mm_cache", "clear_mm_cache"): _TEXT_ALONE,
+        ("model_config", "vllm_config", "get_model_config", "get_vllm_config"): (
+            "max_model_len is the longest context, get_tokenizer() knows the vocabulary"
+        ),
+        ("add_lora", "remove_lora", "list_loras", "pin_lora"): (
+            "generate's lora_request names adapters, and loads one with a folder when it is first named"
+        ),
+        ("pause_generation", "resume_generation", "is_paused", "is_sleeping"): (
+            "it does not pause: abort ends requests, shutdown() all of them"
+        ),
+        ("do_log_stats", "is_tracing_enabled", "stop_remote_worker_execution_loop"): _METRICS,
+        ("add_request", "engine", "engine_core"): "generate adds a request, and gives its outputs",
         ("from_engine_args",): "LLM(…) takes its settings by their names",
         ("set_tokenizer",): "the model's own tokenizer is used",
     }
@@ -104,6 +115,7 @@ OF_CALLS = _by_name(
         ("tokenization_kwargs", "truncate_prompt_tokens"): _PART,
         ("guided_options_request",): "SamplingParams(structured_outputs=StructuredOutputsParams(…)) has it",
         ("chat_template_content_format",): "templates take text, leave it out",
+        ("enable_thinking", "reasoning_effort", "documents"): "chat_template_kwargs={…} has the template's variables",
         ("mm_processor_kwargs", "multi_modal_data"): _TEXT_ALONE,
         ("prompt_adapter_request",): "lora_request and adapter name LoRA adapters; there are no others",
         ("concurrency_limit",): _NO_CHOICE,
@@ -132,6 +144,24 @@ OF_SAMPLING = _by_name(
         ("structured_outputs",): "beam search ranks unmodified probabilities; LLM.generate takes them",  # of beams
         ("watermarking", "routed_experts_prompt_start"): _NO_CHOICE,
         ("flat_logprobs", "skip_clone", "extra_args", "output_text_buffer_length"): _NO_CHOICE,
+    }
+)
+OF_PROMPTS = _by_name(
+    {
+        ("role", "content"): "LLM.chat answers messages",
+        ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds"): _TEXT_ALONE,
+        ("encoder_prompt", "decoder_prompt"): "models here only decode",
+        ("cache_salt",): "a cluster takes one with each request; an LLM answers one user",
+    }
+)
+OF_IMPORTS = _by_name(
+    {
+        ("GuidedDecodingParams",): "it is StructuredOutputsParams, as SamplingParams(structured_outputs=…)",
+        ("LLMEngine",): "LLM answers lists of prompts, AsyncLLM one after the other",
+        ("PromptType", "TextTokensPrompt"): "TextPrompt and TokensPrompt are the types of prompts with names",
+        ("PoolingParams", "PoolingRequestOutput", "EmbeddingRequestOutput"): _EMBEDDINGS,
+        ("ClassificationRequestOutput", "ScoringRequestOutput"): _EMBEDDINGS,
+        ("ModelRegistry",): "families of models are part of this project",
     }
 )
 OF_FORMS = _by_name(

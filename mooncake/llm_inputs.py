@@ -16,6 +16,7 @@ import numpy as np
 
 from mooncake.adapters import Adapter
 from mooncake.errors import ConfigError, InvalidRequest, ModelError, shown
+from mooncake.llm_absent import OF_PROMPTS
 from mooncake.sampling_params import SamplingParams
 from mooncake.text.chat_template import ROLES, ChatCall, ChatMessage
 from mooncake.text.template_source import template_source
@@ -89,9 +90,10 @@ def _unnamed(prompt: object) -> object:
     if "prompt_token_ids" in named:
         named.pop("prompt", None)  # vLLM's own results have both
     if len(named) != 1 or not named.keys() <= {"prompt", "prompt_token_ids"}:
-        others = ", ".join(map(str, named.keys() - {"prompt", "prompt_token_ids"}))
+        others = sorted(map(str, named.keys() - {"prompt", "prompt_token_ids"}))
         what = 'a prompt with names is {"prompt": text} or {"prompt_token_ids": ids}'
-        raise InvalidRequest(f"{what}, without {others}" if others else what, "prompts")
+        why = "".join(sorted({f"; {OF_PROMPTS[name]}" for name in others if name in OF_PROMPTS}))
+        raise InvalidRequest(what + (f", without {', '.join(others)}" if others else "") + why, "prompts")
     return next(iter(named.values()))
 
 

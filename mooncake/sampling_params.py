@@ -7,6 +7,7 @@ tokenizer, wire format or engine is known here.
 
 from __future__ import annotations
 
+import copy
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,6 +100,10 @@ class SamplingParams:
         """Raises InvalidRequest, naming the field, for any value of a wrong type or out of range. Values that are set
         later are checked when they are used, and so is whether as many ``logprobs`` may be asked for."""
         self.for_engine(max_logprobs=sampling.MAX_ALLOWED_TOKEN_IDS)
+
+    def clone(self) -> SamplingParams:
+        """A copy that can be changed alone."""
+        return copy.deepcopy(self)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -240,6 +245,8 @@ def _num_logprobs(name: str, wanted: int | None, most: int, vocab_size: int) -> 
 
 
 def _as_json(value: object) -> str:
+    if hasattr(value, "model_json_schema"):  # Pydantic's
+        raise InvalidRequest("a schema is an object, or its text: model_json_schema() of this class makes one", "guide")
     try:
         return msgspec.json.encode(value).decode()
     except (TypeError, ValueError, RecursionError) as error:

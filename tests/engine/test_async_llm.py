@@ -222,5 +222,9 @@ async def test_the_settings_are_those_of_llm() -> None:
     assert [(each.name, each.default) for each in of_llm] == [(each.name, each.default) for each in fields]
     with pytest.raises(TypeError, match="EngineArgs takes no max_num_seqs: it is max_sequences here"):
         AsyncEngineArgs(max_num_seqs=4)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"AsyncLLM takes no model: give an AsyncEngineArgs\(…\)"):
+        AsyncLLM(model="smollm2")  # type: ignore[call-arg]
+    with pytest.raises(InvalidRequest, match="engine_args must be an AsyncEngineArgs"):
+        AsyncLLM("smollm2")  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="encode: models generate text here"):
         AsyncLLM.__getattr__(object.__new__(AsyncLLM), "encode")  # type: ignore[attr-defined]

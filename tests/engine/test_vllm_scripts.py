@@ -19,6 +19,7 @@ from greedy import greedy
 from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
+import mooncake
 from mooncake import LLM, BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from mooncake.errors import InvalidRequest, ModelError
 
@@ -159,6 +160,40 @@ def test_logprobs_of_the_whole_vocabulary(llm: LLM, tmp_path: Path) -> None:
     for wanted in (21, -1):
         with pytest.raises(InvalidRequest, match=rf"logprobs are at most 20 here.*LLM\(…, max_logprobs={wanted}\)"):
             llm.generate("a", SamplingParams(logprobs=wanted))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ({"prompt": "x", "multi_modal_data": {}}, "without multi_modal_data; models take text alone"),
+        ([{"role": "user", "content": "Hi"}], "without content, role; LLM.chat answers messages"),
+        ({"text": "x"}, '{"prompt_token_ids": ids}, without text'),
+    ],
+)
+def test_a_prompt_of_another_form_is_told_what_there_is(llm: LLM, prompt: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=re.escape(words) + "$"):
+        llm.generate(prompt)
+
+
+def test_names_that_only_vllm_has_say_so_where_they_are_imported() -> None:
+    with pytest.raises(ImportError, match="mooncake has no GuidedDecodingParams, which is vLLM's: it is StructuredOut"):
+        from mooncake import GuidedDecodingParams  # type: ignore[attr-defined] # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'LMM'"):
+        from mooncake import LMM  # type: ignore[attr-defined] # noqa: F401
+    assert not hasattr(mooncake, "LMM")
+
+
+def test_sampling_params_are_cloned_and_a_schema_is_no_class() -> None:
+    params = SamplingParams(n=2, stop=["a"])
+    copied = params.clone()
+    copied.n, copied.stop = 3, ["b"]
+    assert (params.n, params.stop) == (2, ["a"])
+
+    class Pydantic:
+        model_json_schema: Any = None
+
+    with pytest.raises(InvalidRequest, match=r"model_json_schema\(\) of this class makes one"):
+        StructuredOutputsParams(json=Pydantic)  # type: ignore[arg-type]
 
 
 def test_results_tell_when_it_happened(llm: LLM) -> None:
@@ -454,6 +489,7 @@ def test_an_argument_that_is_not_taken_says_what_there_is_instead(argument: str,
         ("generate", "prompt_token_ids", "LLM.generate takes no prompt_token_ids: prompts may be lists of token ids"),
         ("chat", "chat_template_content_format", "LLM.chat takes no chat_template_content_format: templates take text"),
         ("chat", "toosl", "LLM.chat takes no toosl: is tools meant\\?"),
+        ("chat", "enable_thinking", "chat_template_kwargs={…} has the template's variables"),
         ("beam_search", "concurrency_limit", "there is nothing to choose"),
     ],
 )
