@@ -154,6 +154,13 @@ OF_PROMPTS = _by_name(
         ("cache_salt",): "a cluster takes one with each request; an LLM answers one user",
     }
 )
+OF_LORA = _by_name(
+    {
+        ("lora_local_path",): "it is lora_path here",
+        ("base_model_name", "long_lora_max_len", "tensorizer_config_dict", "is_3d_lora_weight"): _NO_CHOICE,
+        ("load_inplace",): "other weights are another adapter: give it a name of its own",
+    }
+)
 OF_IMPORTS = _by_name(
     {
         ("GuidedDecodingParams",): "it is StructuredOutputsParams, as SamplingParams(structured_outputs=…)",

@@ -16,7 +16,7 @@ import numpy as np
 
 from mooncake.adapters import Adapter
 from mooncake.errors import ConfigError, InvalidRequest, ModelError, shown
-from mooncake.llm_absent import OF_PROMPTS
+from mooncake.llm_absent import OF_LORA, OF_PROMPTS, form_says_counterparts
 from mooncake.sampling_params import SamplingParams
 from mooncake.text.chat_template import ROLES, ChatCall, ChatMessage
 from mooncake.text.template_source import template_source
@@ -55,6 +55,7 @@ Priorities = int | Sequence[int] | None
 """For all prompts, or one each."""
 
 
+@form_says_counterparts(OF_LORA)
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """An adapter in vLLM's form: by its name, with its folder. The ``LLM`` may have been opened with it."""
@@ -198,7 +199,9 @@ def template_variables(
 
 def one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """Sampling for each prompt. Raises InvalidRequest for another number of them, or for something else."""
-    samplings = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * count
+    samplings = list(sampling) if isinstance(sampling, Iterable) else [sampling]
     if not all(isinstance(each, SamplingParams) for each in samplings):
         raise InvalidRequest(
             "sampling_params are one mooncake.SamplingParams, or one for each prompt", "sampling_params"
@@ -211,10 +214,10 @@ def one_each(sampling: SamplingParams | Sequence[SamplingParams], count: int) ->
 def priority_list(priority: Priorities, count: int) -> list[int]:
     """For each prompt. Raises InvalidRequest for another number of them, or no whole numbers."""
     priorities = list(priority) if isinstance(priority, Sequence) else [0 if priority is None else priority] * count
-    if len(priorities) != count:
-        raise InvalidRequest(f"{len(priorities)} priorities were given for {count} prompts", "priority")
     if not all(isinstance(each, int) for each in priorities):
         raise InvalidRequest("a priority is a whole number", "priority")
+    if len(priorities) != count:
+        raise InvalidRequest(f"{len(priorities)} priorities were given for {count} prompts", "priority")
     return priorities
 
 

@@ -126,6 +126,7 @@ class SamplingParams:
         tokens of ``forbidden``, ``vocab_size`` stands for ``logprobs`` -1. Raises InvalidRequest, naming the field."""
         for name in ("detokenize", "skip_special_tokens", "include_stop_str_in_output", "ignore_eos"):
             check_type(name, getattr(self, name), bool)
+        check_type("output_kind", self.output_kind, RequestOutputKind, "a RequestOutputKind")
         if "" in self.stop_strings:
             raise InvalidRequest("a stop string is empty", "stop")
         if self.stop_strings and not self.detokenize:

@@ -38,7 +38,8 @@ def llm() -> Iterator[LLM]:
 
 
 def test_basic(llm: LLM) -> None:
-    sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8)
+    # a seed: another answer may end with a control token, or amid a character, which a text has not
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=8, seed=1)
     outputs = llm.generate(PROMPTS, sampling_params, use_tqdm=False)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert output.prompt == prompt and output.finished
@@ -173,6 +174,16 @@ def test_logprobs_of_the_whole_vocabulary(llm: LLM, tmp_path: Path) -> None:
 def test_a_prompt_of_another_form_is_told_what_there_is(llm: LLM, prompt: Any, words: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(words) + "$"):
         llm.generate(prompt)
+
+
+def test_arguments_of_a_wrong_kind_are_told_by_their_name(llm: LLM) -> None:
+    wrong: dict[str, Any] = {"sampling_params": BeamSearchParams(2, 3), "priority": "high"}
+    for name, words in (("sampling_params", "one mooncake.SamplingParams"), ("priority", "is a whole number")):
+        with pytest.raises(InvalidRequest, match=words) as error:
+            llm.generate("a", **{name: wrong[name]})
+        assert error.value.param == name
+    with pytest.raises(TypeError, match="LoRARequest takes no lora_local_path: it is lora_path here"):
+        LoRARequest("a", 1, lora_local_path="b")  # type: ignore[call-arg]
 
 
 def test_names_that_only_vllm_has_say_so_where_they_are_imported() -> None:
