@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from mooncake.durable import rename_whole
 from mooncake.errors import ConfigError
 
 MAX_FILE_BYTES = 16 << 20
@@ -44,7 +45,7 @@ def save_key_scales(path: Path, scales: KeyScales, model: str, tokens: int) -> N
     part = path.with_name(path.name + ".part")
     try:
         part.write_bytes(msgspec.json.encode(_File(model, tokens, scales.exponents.tolist())) + b"\n")
-        part.replace(path)
+        rename_whole(part, path)
     except OSError as error:
         part.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from mooncake.durable import rename_whole
 from mooncake.precision import cpu_features
 
 COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
@@ -46,10 +47,10 @@ def load_native(
     compiler = _find_compiler()
     command = [compiler, *COMPILE_FLAGS, *flags, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     path = _cache_folder() / f"{name}-{_digest(command, [*sources, *headers])}.so"
-    if not path.exists():
+    if not _is_built(path):
         try:
             with _alone(path) as is_alone:
-                if not path.exists():
+                if not _is_built(path):
                     if is_alone:
                         _drop_cut_short(path)
                     started_s = time.monotonic()
@@ -104,6 +105,15 @@ def _digest(command: Sequence[str], sources: Sequence[Path]) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
+def _is_built(path: Path) -> bool:
+    """Not if the file is there and empty, or zeros, as power cuts have left it to earlier versions."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"\x7fELF"
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def _alone(path: Path) -> Iterator[bool]:
     """While no other process builds ``path``. False: files cannot be locked, so all build, and each renames its own
@@ -150,7 +160,7 @@ def _build(command: Sequence[str], sources: Sequence[Path], target: Path) -> Non
             for each in compiled:
                 each.result()
         _run([*command, "-shared", *objects, "-o", str(built)])
-        built.replace(target)
+        rename_whole(built, target)
 
 
 def _run(command: Sequence[str]) -> bytes:

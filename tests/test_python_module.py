@@ -11,6 +11,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from dirty_pages import dirty_kb
 
 from mooncake.native import MODULE_HEADER, BuildFailed, load_module, load_native
 
@@ -103,3 +104,18 @@ def test_what_a_killed_build_left_goes_with_the_next_one(monkeypatch: pytest.Mon
     monkeypatch.setenv("CXX", str(slow))
     load_native("sums", source)
     assert [path for path in folder.iterdir() if path.suffix != ".so"] == [other]
+
+
+@pytest.mark.parametrize("left", [b"", bytes(1 << 14)])
+def test_a_library_that_a_power_cut_left_empty_is_built_again(
+    left: bytes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "two.cpp").write_text('extern "C" int two() { return 2; }\n')
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = f"from mooncake.native import *; load_native('two', Path({str(tmp_path / 'two.cpp')!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    (built,) = (tmp_path / "mooncake" / "kernels").glob("two-*.so")
+    assert dirty_kb(built) == 0, "it is on the disk before it has its name"
+    built.unlink()
+    built.write_bytes(left)
+    assert load_native("two", tmp_path / "two.cpp").two() == 2

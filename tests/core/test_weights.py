@@ -7,13 +7,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
+from dirty_pages import dirty_kb
 from reference import smollm2
 from tiny_gguf import write_gguf
 from tiny_model import write_tiny_model
@@ -210,6 +211,31 @@ def test_a_file_that_another_process_has_just_removed_is_no_reason_not_to_cache(
         (cache / name).symlink_to(cache / "gone")
     load_weights(open_checkpoint(str(tmp_path / "a.gguf")), "float32")
     assert sum(file.is_file() for file in cache.iterdir()) == 1
+
+
+def test_weights_are_cached_under_their_name_once_they_are_on_the_disk(tmp_path: Path, cache: Path) -> None:
+    """After a power cut the name would be there, and zeros in the file."""
+    write_gguf(tmp_path / "a.gguf")
+    load_weights(open_checkpoint(str(tmp_path / "a.gguf")), "float32")
+    (cached,) = cache.iterdir()
+    assert dirty_kb(cached) == 0
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda _: b"", lambda whole: bytes(len(whole)), lambda whole: whole[: len(whole) // 2]]
+)
+def test_cached_weights_that_a_power_cut_has_spoilt_are_made_again(
+    damage: Callable[[bytes], bytes], tmp_path: Path, cache: Path
+) -> None:
+    write_gguf(tmp_path / "a.gguf")
+    checkpoint = open_checkpoint(str(tmp_path / "a.gguf"))
+    usual = {name: tensor.clone() for name, tensor in load_weights(checkpoint, "float32").items()}
+    (cached,) = cache.iterdir()
+    whole = cached.read_bytes()
+    cached.unlink()
+    cached.write_bytes(damage(whole))
+    same(load_weights(checkpoint, "float32"), usual)
+    assert cached.read_bytes() == whole
 
 
 def test_weights_of_a_kind_that_cannot_be_used_are_refused(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, weight_shapes
+from mooncake.durable import rename_whole
 from mooncake.errors import ModelError
 from mooncake.families.llama import REARRANGED
 from mooncake.families.registry import published_name
@@ -167,7 +168,7 @@ def _store(weights: dict[str, torch.Tensor], path: Path, num_bytes: int) -> None
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         save_file(weights, part)
-        part.replace(path)
+        rename_whole(part, path)
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
