@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -27,6 +28,7 @@ from mooncake.kernels.reference import GATES, Bounds, Codes, Gate, Matrix
 from mooncake.precision import Coding
 
 _CHUNK_BYTES = 32 << 20  # weights are packed into memory taken in pieces of this size
+_APART_BYTES = 1 << 20  # and those that may go before the others into such pieces
 
 
 class PanelLinear:
@@ -174,13 +176,24 @@ class WeightMemory:
 
     def __init__(self) -> None:
         self._chunk = torch.empty(0, dtype=torch.uint8)
+        self._chunk_bytes = _CHUNK_BYTES
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is taken meanwhile shares pieces with nothing else: they are free as soon as all of it is."""
+        usual = self._chunk, self._chunk_bytes
+        self._chunk, self._chunk_bytes = torch.empty(0, dtype=torch.uint8), _APART_BYTES
+        try:
+            yield
+        finally:
+            self._chunk, self._chunk_bytes = usual
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Bytes that live as long as the tensor, or any other tensor from the same piece."""
         rounded = num_bytes + -num_bytes % 4096
         if rounded > len(self._chunk):
             # private: most systems have no huge pages for shared memory
-            area = mmap.mmap(-1, max(rounded, _CHUNK_BYTES), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            area = mmap.mmap(-1, max(rounded, self._chunk_bytes), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 area.madvise(mmap.MADV_HUGEPAGE)
             self._chunk = torch.frombuffer(area, dtype=torch.uint8)

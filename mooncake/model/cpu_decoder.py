@@ -161,7 +161,8 @@ class CpuDecoder:
     def prepare(self, layers: Sequence[LayerAdapter]) -> _PackedAdapter:
         """See ``lora.AdapterPlaces``."""
         packed = _Packed(self._kernels)
-        here = [_layer_adapter(packed, layers[place]) for place in self._places]
+        with self._kernels.weight_memory.apart():  # another adapter may stay when this one goes
+            here = [_layer_adapter(packed, layers[place]) for place in self._places]
         return _PackedAdapter(packed, (_LayerAdapter * len(here))(*here))
 
     def put(self, place: int, prepared: object | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -138,7 +139,8 @@ class AdapterLayers:
 
     def prepare(self, layers: Sequence[LayerAdapter]) -> Sequence[Halves]:
         """See ``AdapterPlaces``."""
-        return [{name: self._linears(getattr(layer, name)) for name in PRODUCTS} for layer in layers]
+        with _memory_of_its_own(self._kernels):
+            return [{name: self._linears(getattr(layer, name)) for name in PRODUCTS} for layer in layers]
 
     def put(self, place: int, prepared: object | None) -> None:
         """See ``AdapterPlaces``."""
@@ -160,6 +162,11 @@ class AdapterLayers:
         if pair is None:
             return None
         return self._kernels.linear(pair[0].to(self._dtype)), self._kernels.linear(pair[1].to(self._dtype))
+
+
+def _memory_of_its_own(kernels: Kernels) -> AbstractContextManager[None]:
+    """Another adapter may stay when the one that is packed in here goes."""
+    return kernels.weight_memory.apart() if isinstance(kernels, CpuKernels) else nullcontext()
 
 
 def rows_by_adapter(adapters: torch.Tensor | None) -> Rows:

@@ -117,6 +117,28 @@ def test_the_pass_in_one_call_and_the_one_product_by_product_agree(models: tuple
     torch.testing.assert_close(rows[1], rows[2], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_the_memory_of_an_adapter_that_goes_is_free_while_another_stays(is_fused: bool, tmp_path: Path) -> None:
+    write_adapter(tmp_path / "large", write_tiny_model(tmp_path, **FUSABLE), rank=600)
+    checkpoint = open_checkpoint(str(tmp_path))
+    config, weights = checkpoint.config, load_weights(checkpoint, "float32")
+    layers = load_adapter(open_adapter("large", str(tmp_path / "large")), config)
+    places = CausalLM(config, weights, 64, choose_kernels(), is_fused=is_fused).adapter_places
+    before = own_bytes()
+    places.put(0, places.prepare(layers))
+    one = own_bytes() - before
+    for _ in range(5):
+        places.put(1, places.prepare(layers))
+        places.put(1, None)
+    assert one > 3 << 20
+    assert own_bytes() - before < 2 * one
+
+
+def own_bytes() -> int:
+    rows = Path("/proc/self/status").read_text().splitlines()
+    return next(int(row.split()[1]) << 10 for row in rows if row.startswith("RssAnon"))
+
+
 def test_what_is_not_plain_lora_is_refused(models: tuple[Path, dict[str, Any]], llm: LLM, tmp_path: Path) -> None:
     folder = models[0]
     with pytest.raises(InvalidRequest, match="no adapter 'other'"):
