@@ -360,6 +360,27 @@ async def test_a_connection_that_asks_for_nothing_is_closed(first, then):
         writer.close()
 
 
+async def test_a_client_that_stood_still_with_the_process_may_ask_afterwards():
+    """As when a whole machine is frozen, between the opening of a connection and the request."""
+
+    async def answer_after_a_stop():
+        async with listening(ConnectionLimits(head_s=2.0)) as port:
+            early_reader, early = await asyncio.open_connection("127.0.0.1", port)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(ASKED)
+            await reader.readuntil(b"\r\n\r\nok")  # by now the earlier connection is accepted, too
+            time.sleep(2.1)  # noqa: ASYNC251 - all stand still
+            writer.write(ASKED)
+            await reader.readuntil(b"\r\n\r\nok")  # and here all go on
+            early.write(ASKED)
+            answer = await early_reader.readuntil(b"\r\n\r\n")
+            for each in (early, writer):
+                each.close()
+            return answer
+
+    assert (await asyncio.to_thread(run_async, answer_after_a_stop())).startswith(b"HTTP/1.1 200")
+
+
 async def test_what_is_no_http_is_told_once_in_a_while_and_not_for_every_connection(caplog):
     async with listening(ConnectionLimits()) as port:
         for _ in range(20):

@@ -30,6 +30,7 @@ from mooncake.vital import vital
 MAX_HEADER_BYTES = 64 << 10
 UNREAD_TIMEOUT_S = 60.0  # for a client to read what was sent
 LINGER_S = 0.5
+HEAD_LOOKS = 4  # for the head of a request, before it is late
 STOP_GRACE_S = 2
 # uvloop accepts one connection in a pass of the event loop from each file: where passes are slow, clients would wait in
 # the kernel for a minute to be refused.
@@ -170,7 +171,15 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._head_bytes = 0
         self._is_in_head = True
-        self._timer = self.loop.call_later(self._limits.head_s, self._refuse, b"408 Request Timeout")
+        self._look_for_head(HEAD_LOOKS)
+
+    def _look_for_head(self, looks_left: int) -> None:
+        """Time in which this process stood still is one look at most: its clients may have stood still with it."""
+        if looks_left:
+            pause_s = self._limits.head_s / HEAD_LOOKS
+            self._timer = self.loop.call_later(pause_s, self._look_for_head, looks_left - 1)
+        else:
+            self._refuse(b"408 Request Timeout")
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
