@@ -38,12 +38,15 @@ class StepScheduler:
         max_waiting: int,
         num_places: int = 0,
         groups: PageGroups = UNIFORM,
+        shares_parts: bool = True,
     ) -> None:
         """``chunk_tokens``: maximum prompt tokens in a step, 0 for whole prompts only; ``num_places``: blocks of swap
-        space."""
+        space; ``shares_parts``: whether sequences share the beginnings of blocks."""
         self.pool = pool
         self._max_budget = chunk_tokens or max_model_len
-        self.block_manager = BlockManager(pool, max_sequences, max_model_len, num_places, groups, self._max_budget)
+        self.block_manager = BlockManager(
+            pool, max_sequences, max_model_len, num_places, groups, self._max_budget, shares_parts
+        )
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0

@@ -51,7 +51,7 @@ async def test_what_is_only_counted_is_told(start_cluster: Any) -> None:
     cluster, running = await full_cluster(start_cluster, admission_mode="off")
     tokens, _ = await cluster.generate(cluster.request(PROMPT, 8))
     assert tokens == cluster.answer(PROMPT, 8)
-    page = Metrics("m", lambda: StatusResponse, cluster.core.dispatcher.stats).page()().decode()
+    page = Metrics("m", lambda: StatusResponse, cluster.core.dispatcher.stats).page()()[0].decode()
     assert 'mooncake_admission_total{decision="refused"} 1.0' in page
     assert 'mooncake_admission_total{decision="admitted"} 2.0' in page
     await asyncio.gather(*running)

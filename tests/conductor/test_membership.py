@@ -246,14 +246,14 @@ async def test_a_status_is_as_it_was_when_asked_for_and_made_beside_the_event_lo
 async def test_an_operator_sees_that_the_prefix_index_was_full(start_cluster: Any, capsys: Any) -> None:
     cluster = await start_cluster(1, 1)
     pages = Metrics("m", cluster.servicer.status, cluster.core.dispatcher.stats)
-    assert b"mooncake_index_dropped_blocks_total 0.0" in pages.page()()
+    assert b"mooncake_index_dropped_blocks_total 0.0" in pages.page()()[0]
     await asyncio.to_thread(show_status, cluster.address, as_json=False)
     assert "prefix index" not in capsys.readouterr().out
 
     cluster.core.index._table = new_table(max_blocks=2)
     cluster.core.index.load("p0", [bytes([number]) * INDEX_KEY_BYTES for number in range(5)])
 
-    assert b"mooncake_index_dropped_blocks_total 3.0" in pages.page()()
+    assert b"mooncake_index_dropped_blocks_total 3.0" in pages.page()()[0]
     await asyncio.to_thread(show_status, cluster.address, as_json=False)
     assert "the prefix index was full and lacks 3 blocks" in capsys.readouterr().out
 

@@ -45,8 +45,10 @@ class BlockManager:
         num_places: int,
         groups: PageGroups = UNIFORM,
         max_step_tokens: int = 1,
+        shares_parts: bool = True,
     ) -> None:
-        """``max_step_tokens``: maximum tokens of one sequence in a step."""
+        """``max_step_tokens``: maximum tokens of one sequence in a step; ``shares_parts``: whether sequences share the
+        beginnings of blocks. (Those with states never do: states are kept at the ends of blocks.)"""
         self.pool = pool
         self.groups = groups
         self.tables = BlockTables(max_sequences, -(-max_model_len // pool.block_tokens), groups.num_groups)
@@ -59,6 +61,7 @@ class BlockManager:
         self._max_step_tokens = max_step_tokens
         self._windowed = [group for group, window in enumerate(groups.windows) if window]
         self._least_copied = max(pool.block_tokens // LEAST_COPIED, 1)
+        self._shares_parts = shares_parts and not groups.has_states
         self._contents = BlockContents()
         pool.on_forgotten = self._contents.remove
 
@@ -133,7 +136,7 @@ class BlockManager:
     def copy_part(self, sequence: Sequence, copies: Copies) -> int:
         """After ``allocate``: let its first block that is not cached start as a copy of the cached one that agrees with
         most of its leading tokens. Returns with how many; 0: with too few, and nothing is copied."""
-        if self.groups.has_states:  # which are kept at the end of a block only
+        if not self._shares_parts:
             return 0
         index = sequence.blocks.num_sealed
         begin = index * self._block_tokens
@@ -209,7 +212,7 @@ class BlockManager:
                 self.pool.seal(table, keys, begin, end)
             else:
                 self.pool.seal_alone(table[begin:end], [page_key(key, group) for key in keys[begin:end]])
-        if not self.groups.has_states:
+        if self._shares_parts:
             self._note_contents(sequence, blocks.num_sealed, end)
         blocks.num_sealed = end
 
@@ -218,7 +221,8 @@ class BlockManager:
         blocks, num_computed = sequence.blocks, sequence.num_computed
         index, count = divmod(num_computed, self._block_tokens)
         is_exact = sequence.num_shareable == num_computed and not blocks.is_loading and sequence.failure is None
-        if not is_exact or count < self._least_copied or self.groups.has_states or index != blocks.num_sealed:
+        is_useful = self._shares_parts and count >= self._least_copied
+        if not is_exact or not is_useful or index != blocks.num_sealed:
             return
         pages = [table[index] for table in blocks.tables]
         if not all(map(self.pool.is_private, pages)):

@@ -68,7 +68,8 @@ class CoupledMachine:
     ) -> None:
         self.curve = curve
         self.pool = BlockPool(group.kv_tokens // model.block_tokens, model.block_tokens)
-        self.scheduler = StepScheduler(self.pool, group.chunk_tokens, group.max_sequences, MAX_MODEL_LEN, MAX_WAITING)
+        limits = (group.chunk_tokens, group.max_sequences, MAX_MODEL_LEN, MAX_WAITING)
+        self.scheduler = StepScheduler(self.pool, *limits, shares_parts=False)  # no trace tells what is in a block
         self.busy_s = 0.0
         self.tokens = 0
         self.slowdown = 1.0
