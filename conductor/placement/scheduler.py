@@ -173,13 +173,17 @@ def _pools(query: PlacementQuery, p: int, source: int) -> tuple[NodeInfo, ...]:
 
 
 def _check_available(query: PlacementQuery) -> None:
-    view = query.view
-    if not view.prefill.nodes or (query.prefill_ok is not None and not query.prefill_ok.any()):
-        raise NodeUnavailable("no prefill node is available")
-    if not query.facts.needs_decode:
-        return
-    if not view.decode.nodes or (query.decode_ok is not None and not query.decode_ok.any()):
-        raise NodeUnavailable("no decode node is available")
+    """Raises NodeUnavailable."""
+    _check_some("prefill", query.view.prefill.nodes, query.prefill_ok)
+    if query.facts.needs_decode:
+        _check_some("decode", query.view.decode.nodes, query.decode_ok)
+
+
+def _check_some(role: str, nodes: tuple[NodeInfo, ...], ok: Bools | None) -> None:
+    if not nodes:
+        raise NodeUnavailable(f"no {role} node is available")
+    if ok is not None and not ok.any():
+        raise NodeUnavailable(f"no {role} node is left for this request: each has failed it, or has not its adapter")
 
 
 def check_time(placement: Placement, budget_ms: float) -> None:

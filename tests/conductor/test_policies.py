@@ -7,6 +7,7 @@ from placing import Cluster, incarnations, pair
 
 from conductor.placement.policies import POLICIES
 from conductor.placement.policies.algorithm_1 import algorithm_1_with
+from mooncake.errors import NodeUnavailable
 
 AWARE = sorted(set(POLICIES) - {"random", "round_robin", "least_loaded"})
 
@@ -22,6 +23,15 @@ def test_every_policy_uses_allowed_nodes_only_and_needs_no_prefix(policy: str) -
     for runs in ({}, {"p0": 5, "s1": 9}):
         assert pair(cluster.place(runs=runs, excluded=excluded)) == ("p2", "d1")
     assert cluster.place(needs_decode=False).decode is None
+
+
+@pytest.mark.parametrize(("excluded", "role"), [(("p0", "d1"), "prefill"), (("d0", "d1"), "decode")])
+def test_a_request_that_every_node_has_failed_hears_it(excluded: tuple[str, ...], role: str) -> None:
+    cluster = Cluster(prefill=1, decode=2)
+    with pytest.raises(NodeUnavailable, match=f"no {role} node is left for this request"):
+        cluster.place(excluded=incarnations(*excluded))
+    with pytest.raises(NodeUnavailable, match="no decode node is available"):
+        Cluster(prefill=1, decode=0).place()
 
 
 @pytest.mark.parametrize("policy", AWARE)
