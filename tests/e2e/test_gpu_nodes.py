@@ -175,7 +175,7 @@ async def test_states_go_through_host_memory_between_any_nodes(
         assert not leaks(await status(channel))
 
 
-RANKS = "engine.gpu_ranks"
+RANKS = "engine.backends.gpu_ranks"
 
 
 @needs_two_gpus
