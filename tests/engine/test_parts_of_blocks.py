@@ -105,6 +105,14 @@ def test_what_was_evicted_is_not_copied() -> None:
     assert cached_of(engine, prompt) == 0
 
 
+def test_a_part_that_was_copied_outlives_one_that_was_not() -> None:
+    engine = hash_engine(num_blocks=3)
+    first, second = random_prompt(3, 0), random_prompt(3, 1)
+    for prompt in (first, second, [*first[:2], 96]):
+        cached_of(engine, prompt)
+    assert cached_of(engine, [*first, 5]) == 3, "evicted in place of the second one"
+
+
 def test_a_block_may_be_evicted_for_others_of_the_step_that_copies_it() -> None:
     """Four prompts begin like the cached one, and need every block."""
     engine = hash_engine(num_blocks=16, chunk_tokens=64)

@@ -29,7 +29,7 @@ from mooncake.types import BlockKey
 
 Copies = list[tuple[int, int]]
 
-LEAST_COPIED = 8  # one token in this many of a block must agree: fewer are as soon computed as the block is copied
+LEAST_COPIED = 8  # one token in this many of a block must agree: fewer hardly lengthen a step that waits for weights
 
 _NO_PAGE = -1
 
