@@ -12,12 +12,15 @@ import sys
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
 from mooncake.app.bench import gpu as bench_gpu
-from mooncake.app.bench.gpu_parts.device import DECODE, OTHERS, PREFILL, Gpu, Scale, state
+from mooncake.app.bench.gpu import PartResult
+from mooncake.app.bench.gpu_parts.device import DECODE, OTHERS, PREFILL, Gpu, Scale, check, state
 from mooncake.app.bench.report import Report
 from mooncake.errors import ConfigError
 from mooncake.kernels.gpu.attention import PREFILL_ROWS, attention_launch
@@ -102,6 +105,16 @@ def test_a_part_that_finds_nothing_leaves_what_was_found_before_and_says_why(tmp
     [limits, part] = json.loads(file.read_text())["parts"].values()
     assert part["failure"] == "exit status 1" and "ValueError" in part["output"]
     assert part["ratios"] == {"a": 0.9} and part["code"] == limits["code"] == "another"
+
+
+def test_an_output_that_is_no_number_fails_a_part_and_its_results_can_be_read() -> None:
+    report = Report("gpu", {}, seed=0)
+    for value in (float("nan"), float("inf")):
+        with pytest.raises(AssertionError, match="wrong by"):
+            check(report, "attention", torch.tensor([value, 1.0]), torch.ones(2), 0.02)
+    check(report, "norm", torch.ones(2), torch.ones(2), 0.02)
+    encoded = msgspec.json.encode(PartResult(ratios=report.ratios))
+    assert msgspec.json.decode(encoded, type=PartResult).ratios == {"norm_error": 0.0}
 
 
 def test_what_fails_is_told_and_the_fastest_launch_is_kept_for_what_follows() -> None:

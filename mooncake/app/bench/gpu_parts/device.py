@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import subprocess
 import sys
 import time
@@ -169,7 +170,8 @@ def rate(subject: str, name: str, unit: str, amount: float, seconds: Sequence[fl
 def check(report: Report, name: str, actual: torch.Tensor, expected: torch.Tensor, most: float) -> None:
     """Report the relative error. Raises AssertionError when it is above ``most`` or NaN."""
     error = float((actual.float() - expected.float()).norm() / expected.float().norm())
-    report.ratios[f"{name}_error"] = error
+    if math.isfinite(error):  # JSON has no other numbers
+        report.ratios[f"{name}_error"] = error
     assert error <= most, f"{name} is wrong by {error:.3g} of its norm"
 
 
