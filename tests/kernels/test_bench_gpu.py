@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
@@ -107,6 +108,18 @@ def test_a_part_that_finds_nothing_leaves_what_was_found_before_and_says_why(tmp
     assert part["ratios"] == {"a": 0.9} and part["code"] == limits["code"] == "another"
 
 
+def test_without_limits_the_other_parts_run_and_say_what_they_are_compared_with(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    run = bench_gpu._Run(argparse.Namespace(resume=False, out=file, tiny=True, reps=1))
+    product = {"subject": "limit", "name": "matrix product", "unit": "TFLOP/s", "values": [700.0]}
+    run._done[bench_gpu.LIMITS] = msgspec.convert({"figures": [product], "failure": "exit status 1"}, PartResult)
+    [elementwise] = [part for part in bench_gpu.PARTS if part.name == "elementwise"]
+    run.run(elementwise, 100)
+    found = json.loads(file.read_text())["parts"]["elementwise"]
+    assert found["figures"] and not found["failure"]
+    assert found["notes"] == ["elementwise: compared with reads of 4,800 GB/s, an H200's by its data sheet"]
+
+
 def test_an_output_that_is_no_number_fails_a_part_and_its_results_can_be_read() -> None:
     report = Report("gpu", {}, seed=0)
     for value in (float("nan"), float("inf")):
@@ -115,6 +128,51 @@ def test_an_output_that_is_no_number_fails_a_part_and_its_results_can_be_read() 
     check(report, "norm", torch.ones(2), torch.ones(2), 0.02)
     encoded = msgspec.json.encode(PartResult(ratios=report.ratios))
     assert msgspec.json.decode(encoded, type=PartResult).ratios == {"norm_error": 0.0}
+
+
+def test_what_is_tried_is_kept_at_once_as_a_crash_leaves_no_time_for_it(tmp_path: Path) -> None:
+    """A process that waits in the driver for a kernel that never ends hears no signal but the last."""
+    found = tmp_path / "part.json"
+    crashing = (
+        "import os, sys, types, torch\n"
+        "from pathlib import Path\n"
+        "from mooncake.app.bench import gpu as bench\n"
+        "from mooncake.app.bench.gpu_parts.device import rate\n"
+        "def work(gpu, report, _):\n"
+        "    with gpu.trying('a kernel'):\n"
+        "        report.add(rate('ours', 'a kernel', 'GB/s', 1.0, [0.5]))\n"
+        "    with gpu.trying('a wrong one'):\n"
+        "        raise AssertionError('wrong by 0.5\\nand how')\n"
+        "    os._exit(139)\n"
+        "sys.modules['mooncake.app.bench.gpu_parts.crashing'] = types.SimpleNamespace(work=work)\n"
+        "bench.PARTS = (bench.Part('crashing', 60, 'crashing:work'),)\n"
+        "bench.run_part('crashing', True, 1, 1e12, {}, Path(sys.argv[1]))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", crashing, found],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(bench_gpu.ROOT)},
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 139
+    result = msgspec.json.decode(found.read_bytes(), type=PartResult)
+    assert [figure.name for figure in result.figures] == ["a kernel"]
+    result.failure = "exit status 139"
+    assert result.reason == "exit status 139: AssertionError: wrong by 0.5"
+
+
+def test_a_process_that_the_driver_holds_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held(subprocess.Popen[bytes]):
+        """Ends no sooner than the driver lets go of it."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None, "waits for ever"
+            raise subprocess.TimeoutExpired("held", timeout)
+
+    monkeypatch.setattr(bench_gpu, "END_S", 0.1)
+    process = Held(["sleep", "99"], start_new_session=True)
+    bench_gpu._end(process)
+    assert subprocess.Popen.wait(process, 10) in (-signal.SIGINT, -signal.SIGKILL)
 
 
 def test_what_fails_is_told_and_the_fastest_launch_is_kept_for_what_follows() -> None:

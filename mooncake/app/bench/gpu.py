@@ -2,9 +2,9 @@
 
 Each shape is timed in the same run as its limit: a measured read-only stream, matrix product or host link. Every part
 has its own process, since a fault on a GPU ends everything a process does there, and its own time limit. The file is
-written after each part; an interrupted part keeps what it has measured. Parts with TARGETS come first, since GPU time
-is short. ``--resume`` keeps the results in a file and runs the parts that failed, were left out, or were measured with
-other code or on another GPU.
+written after each part; one that is interrupted, crashes or hangs keeps what it has measured. Parts with TARGETS come
+first, since GPU time is short. ``--resume`` keeps the results in a file and runs the parts that failed, were left out,
+or were measured with other code or on another GPU.
 ``--tiny`` runs every path once at small shapes, also in Triton's interpreter without a GPU. Its times mean nothing, and
 the report says so.
 """
@@ -31,6 +31,7 @@ import msgspec
 from mooncake.app.bench.report import Figure, Report
 from mooncake.app.console import err
 from mooncake.app.outputs import output_file
+from mooncake.durable import rename_whole
 from mooncake.errors import ConfigError, InternalError, MooncakeError
 
 TARGETS = {
@@ -131,6 +132,7 @@ _KERNEL_TESTS = (
     *("test_gpu_offsets.py", "test_device_cache.py", "test_device_sampler.py"),
 )
 LIMITS = "limits"
+DATASHEET_STREAM = 4.8e12  # bytes per second that an H200 reads: what the rest has where the limits have failed
 PARTS = (
     Part(LIMITS, 90, "kernels:limits"),
     Part("decode attention", 150, "kernels:decode_attention"),
@@ -154,7 +156,7 @@ MIN_PART_S = 20.0  # with less time left, no part is started
 OUTPUT_CHARS = 8000
 TESTS_AT_ONCE = 6
 MEASURED = ("mooncake/kernels", "mooncake/model", "mooncake/engine", "mooncake/app")
-END_S = 5.0  # for an interrupted part to write its results
+END_S = 5.0  # for an interrupted part to write its results, and then for a killed one to end
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -173,6 +175,16 @@ class PartResult(msgspec.Struct):
     kernels: list[dict[str, str | int]] = []
     failures: dict[str, str] = {}  # tracebacks
     output: str = ""  # the last part of the output, if it failed
+
+    @property
+    def reason(self) -> str:
+        """Of its failure: how the process ended, and what went wrong first. CUDA's errors go on for lines."""
+        told = self.output.strip().splitlines()[-1:]
+        for text in self.failures.values():
+            frames = text.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+            told = [line for line in frames if line and not line[0].isspace()][:1]
+            break
+        return ": ".join([self.failure, *told])
 
 
 class _Saved(msgspec.Struct):
@@ -230,9 +242,7 @@ class _Run:
     def _stream(self) -> float:
         from mooncake.app.bench.gpu_parts.kernels import stream_of
 
-        if not self._done[LIMITS].figures:
-            raise InternalError("the limits of the GPU could not be measured; the error is above")
-        return stream_of(self.report())
+        return stream_of(self.report()) or DATASHEET_STREAM
 
     def report(self) -> Report:
         report = Report(
@@ -250,7 +260,7 @@ class _Run:
                 for ratio, target in TARGETS.items()
                 if ratio in report.ratios
             ]
-        report.notes += [f"failed: {name}: {part.failure}" for name, part in self._done.items() if part.failure]
+        report.notes += [f"failed: {name}: {part.reason}" for name, part in self._done.items() if part.failure]
         report.notes += [
             f"measured with other code or on another GPU: {name}"
             for name, part in self._done.items()
@@ -260,14 +270,13 @@ class _Run:
 
     def save(self) -> None:
         if self._options.out is not None:
-            parts = {name: msgspec.to_builtins(part) for name, part in self._done.items()}
-            self._options.out.write_bytes(msgspec.json.encode(self.report().to_json() | {"parts": parts}) + b"\n")
+            _write(self._options.out, self.report().to_json() | {"parts": self._done})
 
     def finish(self, left_out: list[str]) -> None:
         report = self.report()
         report.notes += [f"left out, no time left: {name} (--resume runs it)" for name in left_out]
         report.finish(None)
-        failed = [name for name, part in self._done.items() if part.failure]
+        failed = [f"{name} ({part.reason})" for name, part in self._done.items() if part.failure]
         if failed:
             raise InternalError(f"failed: {', '.join(failed)}; their output is above")
 
@@ -310,14 +319,16 @@ def _failure(command: list[str], limit_s: float, output: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End ``process`` and all it started; a running one gets SIGINT and ``END_S`` to end by itself."""
+    """End ``process`` and all it started; a running one gets SIGINT and ``END_S`` to end by itself. One that the driver
+    holds even then is left behind: the other parts do not wait for it."""
     with contextlib.suppress(ProcessLookupError):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(END_S)
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_S)
 
 
 def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str, dict[str, int]], out: Path) -> None:
@@ -331,30 +342,37 @@ def run_part(name: str, tiny: bool, reps: int, stream: float, launches: dict[str
     [part] = [part for part in PARTS if part.name == name]
     module, _, function = part.work.partition(":")
     torch.manual_seed(0)
-    gpu = Gpu(Scale(tiny), reps, {kind: Launch(**fields) for kind, fields in launches.items()})
     report = Report("gpu", {}, seed=0)
+    found = PartResult(figures=report.figures, ratios=report.ratios, notes=report.notes)
+    if stream == DATASHEET_STREAM:
+        report.notes.append(f"{name}: compared with reads of {stream / 1e9:,.0f} GB/s, an H200's by its data sheet")
+
+    def keep() -> None:
+        found.launches = {kind: asdict(launch) for kind, launch in gpu.launches.items()}
+        found.failures = gpu.failures
+        _write(out, found)
+
+    gpu = Gpu(Scale(tiny), reps, {kind: Launch(**fields) for kind, fields in launches.items()}, keep)
     try:
         with torch.inference_mode(), gpu.trying(name):
             getattr(importlib.import_module(f"mooncake.app.bench.gpu_parts.{module}"), function)(gpu, report, stream)
     finally:  # also when interrupted
-        chosen = {kind: asdict(launch) for kind, launch in gpu.launches.items()}
-        found = PartResult(
-            figures=report.figures,
-            ratios=report.ratios,
-            notes=report.notes,
-            launches=chosen,
-            failures=gpu.failures,
-        )
-        out.write_bytes(_encoded(found))
+        keep()
     with gpu.trying("what it ran on"):  # fails with the GPU
         found.state, found.kernels = state(), list(built_kernels())
-    out.write_bytes(_encoded(found))
     if gpu.missing:
         raise InternalError(f"failed: {'; '.join(gpu.missing)}")
 
 
-def _encoded(found: PartResult) -> bytes:
-    return msgspec.json.encode(msgspec.to_builtins(found))
+def _write(file: Path, result: object) -> None:
+    """Whoever is killed meanwhile leaves what was there before."""
+    line = msgspec.json.encode(msgspec.to_builtins(result)) + b"\n"
+    if file.exists() and not file.is_file():  # a device
+        file.write_bytes(line)
+        return
+    part = file.with_name(f"{file.name}.part")
+    part.write_bytes(line)
+    rename_whole(part, file)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -66,8 +66,15 @@ class Scale:
 
 
 class Gpu:
-    def __init__(self, scale: Scale, reps: int, launches: Mapping[str, Launch] | None = None) -> None:
-        """``launches`` were chosen by earlier parts; keys are the names in TUNED."""
+    def __init__(
+        self,
+        scale: Scale,
+        reps: int,
+        launches: Mapping[str, Launch] | None = None,
+        keep: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``launches`` were chosen by earlier parts; keys are the names in TUNED. ``keep`` writes what has been found;
+        it is called after each thing that was tried: a process that crashes or hangs in the driver has no later one."""
         self.kernels = PlannedKernels()
         self.kernels.choose_launch = self._launch
         self.device = self.kernels.device
@@ -77,6 +84,7 @@ class Gpu:
         self.launches = dict(launches or {})
         self.failures: dict[str, str] = {}  # tracebacks by what was tried
         self.missing: list[str] = []  # failures of what was asked for
+        self._keep = keep
 
     @contextlib.contextmanager
     def trying(self, what: str, is_asked_for: bool = True) -> Iterator[None]:
@@ -89,6 +97,7 @@ class Gpu:
             self.failures[what] = traceback.format_exc()[-TRACEBACK_CHARS:]
             if is_asked_for:
                 self.missing.append(what)
+        self._keep()
         self.free()
 
     def tuned(self, report: Report, kind: str, timed: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:

@@ -57,8 +57,8 @@ def limits(gpu: Gpu, report: Report, _: float) -> None:
 
 def stream_of(report: Report) -> float:
     """Bytes per second that can be read: the faster of a reduction, which only reads as attention does, and a copy,
-    reads and writes counted."""
-    return max(figure.best for figure in report.figures if figure.name in (READ_STREAM, COPY)) * 1e9
+    reads and writes counted; 0 where neither has been measured."""
+    return max((figure.best for figure in report.figures if figure.name in (READ_STREAM, COPY)), default=0.0) * 1e9
 
 
 # Attention
