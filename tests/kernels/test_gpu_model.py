@@ -31,12 +31,14 @@ from mooncake.errors import ConfigError
 from mooncake.families.alibi import alibi_slopes
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
+from mooncake.kernels.gpu.experts import tiles_of
+from mooncake.kernels.gpu.kernels import product_rows
 from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
 from mooncake.model.families.gpt import Mpt
 from mooncake.model.families.registry import DECODERS
-from mooncake.model.gpu.gpu_model import GpuModel, fitting_into
+from mooncake.model.gpu.gpu_model import WARM_UP_TOKENS, GpuModel, fitting_into
 from mooncake.model.gpu.planned_kernels import PlannedKernels
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
@@ -236,7 +238,8 @@ def test_warming_up_captures_what_is_asked_for_and_leaves_the_cache_as_it_is() -
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "lengths"), [(0, [8192, 512, 128, 2]), (2048, [2048, 512, 128, 2]), (100, [100, 2])]
+    ("max_tokens", "lengths"),
+    [(0, [8192, 512, 128, 64, 16, 2]), (2048, [2048, 512, 128, 64, 16, 2]), (100, [100, 64, 16, 2])],
 )
 def test_warming_up_computes_as_many_tokens_as_a_step_may_have(max_tokens: int, lengths: list[int]) -> None:
     """The largest one shows that there is room for it, and no other has the widest tiles of experts."""
@@ -252,6 +255,21 @@ def test_warming_up_computes_as_many_tokens_as_a_step_may_have(max_tokens: int, 
     model = GpuModel(lambda kernels: Noting(config, weights, kernels=kernels), 600, torch.float32, buckets=(1,))
     model.warm_up(torch.zeros((2, 2, 2, 2, BLOCK_TOKENS, 16), device=DEVICE), 1, max_tokens)
     assert computed[: len(lengths)] == lengths and set(computed[len(lengths) :]) <= {1, 2}
+
+
+@pytest.mark.parametrize("max_tokens", [512, 8192])
+def test_no_prompt_needs_a_kernel_that_warming_up_has_not_compiled(max_tokens: int) -> None:
+    """Not even on a prefill node, which captures no decode steps but the smallest: a request would wait for seconds."""
+
+    def kernels(tokens: int, num_experts: int, per_token: int) -> set[object]:
+        pairs = tokens * per_token
+        gated, others = (tiles_of(pairs, num_experts, wide=False, is_gated=gated) for gated in (True, False))
+        return {gated, others, product_rows(tokens)}
+
+    computed = {min(tokens, max_tokens) for tokens in WARM_UP_TOKENS} | {1}
+    for mixture in ((8, 2), (16, 1), (16, 2), (32, 4), (60, 4), (64, 6), (128, 1), (128, 8), (256, 8), (512, 10)):
+        compiled = set().union(*(kernels(tokens, *mixture) for tokens in computed))
+        assert all(kernels(tokens, *mixture) <= compiled for tokens in range(1, max_tokens + 1)), mixture
 
 
 @pytest.mark.parametrize(

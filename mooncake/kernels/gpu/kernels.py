@@ -355,8 +355,7 @@ class Int8Linear:
             WIDTH_PAD=triton.next_power_of_2(inputs),
             num_warps=_warps(inputs),
         )
-        rows = 128 if tokens > 64 else 64 if tokens > 32 else 32
-        columns = 128
+        rows, columns = product_rows(tokens), 128
         elementwise.int8_product[(triton.cdiv(tokens, rows) * triton.cdiv(outputs, columns),)](
             codes,
             scales,
@@ -377,6 +376,11 @@ class Int8Linear:
             num_stages=3,
         )
         return output
+
+
+def product_rows(tokens: int) -> int:
+    """Of a tile of ``Int8Linear``."""
+    return 128 if tokens > 64 else 64 if tokens > 32 else 32
 
 
 def pack(num_heads: int, num_kv_heads: int, wide: bool, latent: bool) -> Packing:

@@ -46,9 +46,9 @@ CASCADE_BYTES = 40e9
 about 10 ms of a card's reads, against the 5 ms that launching a step of an 8B model may take. An estimate; ``mooncake
 bench gpu`` times both ways."""
 
-WARM_UP_TOKENS = (8192, 512, 128, 2)
-"""Prompt chunks whose kernels differ: wide tiles and narrow ones, of experts and all. The largest that an engine makes
-also shows that there is memory for it."""
+WARM_UP_TOKENS = (8192, 512, 128, 64, 16, 2)
+"""Prompt chunks whose kernels differ: wide tiles and narrow ones, of experts, of W8A8 and all. The largest that an
+engine makes also shows that there is memory for it."""
 
 
 @contextlib.contextmanager
