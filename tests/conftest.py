@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING
@@ -68,6 +69,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     is_again = getattr(item, "execution_count", 1) > 1  # a skipped second run would hide that the first one failed
     if is_slow(item) and not is_again and time.time() > SLOW_TESTS_UNTIL:
         pytest.skip(f"{item.nodeid}: no time left")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A fault on a GPU ends all that its process can do there: of several test processes this one ends then, and
+    another one takes the tests that are left. Each of them would fail at once, so it would take most of all others'."""
+    done = yield
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError as error:
+            print(f"{item.nodeid}: {error}", file=sys.__stderr__, flush=True)
+            os._exit(1)
+    return done
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

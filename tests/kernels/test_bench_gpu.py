@@ -253,6 +253,35 @@ def test_a_part_that_takes_too_long_is_interrupted_and_keeps_what_it_had_found(t
         assert held.read() == "", "what it had started runs on"
 
 
+def test_a_fault_of_the_gpu_fails_one_test_and_not_those_that_its_process_would_have_taken(tmp_path: Path) -> None:
+    """Here torch only says that there is a GPU, and that it has failed."""
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    (tmp_path / "conftest.py").write_text(
+        "import importlib.util, torch\n"
+        f"ours = importlib.util.spec_from_file_location('ours', {str(bench_gpu.ROOT / 'tests' / 'conftest.py')!r})\n"
+        "module = importlib.util.module_from_spec(ours)\n"
+        "ours.loader.exec_module(module)\n"
+        "pytest_runtest_protocol = module.pytest_runtest_protocol\n"
+        "torch.cuda.is_initialized = lambda: True\n"
+        "torch.cuda.synchronize = lambda: None\n"
+    )
+    (tmp_path / "test_on_a_gpu.py").write_text(
+        "import pytest, torch\n"
+        "def fault():\n"
+        "    raise RuntimeError('CUDA error: an illegal memory access was encountered')\n"
+        "def test_first():\n"
+        "    torch.cuda.synchronize = fault\n"
+        "    fault()\n"
+        "@pytest.mark.parametrize('number', range(6))\n"
+        "def test_others(number):\n"
+        "    torch.cuda.synchronize()\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "1", tmp_path]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 1 and " 6 passed" in run.stdout, run.stdout
+    assert "test_first: CUDA error: an illegal memory access" in run.stderr + run.stdout
+
+
 @pytest.mark.parametrize(("command", "status"), [(["mooncake", "bench", "gpu"], 2), (["mooncake.app.bench.gpu"], 1)])
 def test_without_a_gpu_it_says_so_in_one_sentence(command: list[str], status: int) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
