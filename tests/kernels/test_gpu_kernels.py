@@ -352,6 +352,18 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are(kernels: GpuKernels, c
     assert torch.equal(layer.rows(rows.to(DEVICE)).cpu(), (values * codes.scales[:, None])[rows])
 
 
+def test_int8_weights_are_values_of_the_models_type(kernels: GpuKernels) -> None:
+    """Float32 ones would be converted in each step, and embeddings of that type make a whole step float32."""
+    weight = torch.randn(70, 160, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16).to(DEVICE)
+    codes, scales, _ = reference.coded(weight, "int8")
+    hidden, values = weight[:33].clone(), (codes * scales[:, None]).to(torch.bfloat16)
+    for given in (weight, reference.Codes(codes, scales, "int8", torch.bfloat16)):
+        layer = kernels.linear(given, None, "int8")
+        assert layer.weight.dtype is torch.bfloat16
+        assert torch.equal(layer(hidden), torch.nn.functional.linear(hidden, values))
+        assert torch.equal(layer.rows(torch.tensor([69, 0], device=DEVICE)), values[[69, 0]])
+
+
 def test_pages_are_copied_whole_and_nothing_else() -> None:
     source = torch.arange(6 * 2 * 3 * 700, dtype=torch.float32).view(6, 2, 3, 700).to(DEVICE)
     target = torch.zeros((4, 2, 3, 700), device=DEVICE)

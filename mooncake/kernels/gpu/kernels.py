@@ -62,7 +62,10 @@ class GpuKernels:
             weight = weight.weights()
         weight, bias = weight.to(self.device), None if bias is None else bias.to(self.device)
         coding = weight.coding if isinstance(weight, reference.Codes) else coding
-        return Int8Linear(weight, bias) if coding == "w8a8" else reference.linear(weight, bias, coding)
+        if coding == "int8":  # as values: no product here reads codes alone
+            codes, scales, _ = reference.coded(weight, coding)
+            weight = (codes * scales[:, None]).to(weight.dtype)
+        return Int8Linear(weight, bias) if coding == "w8a8" else reference.linear(weight, bias)
 
     def experts(
         self,
@@ -378,8 +381,7 @@ class Int8Linear:
         return output
 
 
-def product_rows(tokens: int) -> int:
-    """Of a tile of ``Int8Linear``."""
+def product_rows(tokens: int) -> int:  # of a tile of Int8Linear
     return 128 if tokens > 64 else 64 if tokens > 32 else 32
 
 
