@@ -159,6 +159,9 @@ def test_what_is_tried_is_kept_at_once_as_a_crash_leaves_no_time_for_it(tmp_path
     assert [figure.name for figure in result.figures] == ["a kernel"]
     result.failure = "exit status 139"
     assert result.reason == "exit status 139: AssertionError: wrong by 0.5"
+    [what, told] = result.failures.popitem()
+    result.failures[what] = "ost recent call last):\n" + told.partition("\n")[2]  # a long one
+    assert result.reason == "exit status 139: AssertionError: wrong by 0.5"
 
 
 def test_a_process_that_the_driver_holds_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:

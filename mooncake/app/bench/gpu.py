@@ -181,8 +181,9 @@ class PartResult(msgspec.Struct):
         """Of its failure: how the process ended, and what went wrong first. CUDA's errors go on for lines."""
         told = self.output.strip().splitlines()[-1:]
         for text in self.failures.values():
-            frames = text.rpartition("Traceback (most recent call last):\n")[2].splitlines()
-            told = [line for line in frames if line and not line[0].isspace()][:1]
+            _, is_whole, frames = text.rpartition("Traceback (most recent call last):\n")  # else it begins in a line
+            lines = frames.splitlines()[not is_whole :]
+            told = [line for line in lines if line and not line[0].isspace()][:1]
             break
         return ": ".join([self.failure, *told])
 
