@@ -128,9 +128,9 @@ class Adapter(_message.Message):
     error: _builtins.str
     """from a node: why it does not have it"""
     served: _builtins.bool
-    """requests may name it; a node repeats what it was told"""
+    """requests may name it; a node repeats what the conductor said"""
     ended: _builtins.bool
-    """requests may no longer name it, and the last ones that do are finished; likewise"""
+    """requests may no longer name it, though some may still use it; a node repeats this too"""
     @_builtins.property
     def invocation(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of an activated one"""
@@ -496,7 +496,7 @@ class HeartbeatRequest(_message.Message):
     def transports(self) -> _containers.RepeatedCompositeFieldContainer[Global___TransportStatus]: ...
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
-        """of those that it is wanted to have: the ones that it has, or cannot load"""
+        """of the wanted ones: those that it has, or cannot load"""
 
     def __init__(
         self,
@@ -532,7 +532,7 @@ class HeartbeatResponse(_message.Message):
     """of a node that can switch; "": as it is"""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
-        """that a node that computes should have, beside the configured ones, and no others"""
+        """all that a computing node should have beside the configured ones"""
 
     def __init__(
         self,
@@ -769,7 +769,7 @@ class StatusResponse(_message.Message):
     last_switch_ms: _builtins.float
     """control work of the last one, once it was empty"""
     index_dropped_blocks: _builtins.int
-    """that nodes stored and the full prefix index did not take"""
+    """stored by nodes, but not indexed because the prefix index was full"""
     blended_tokens: _builtins.int
     """of the prompt tokens, those of known passages at other positions"""
     @_builtins.property

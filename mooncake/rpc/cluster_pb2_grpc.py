@@ -100,21 +100,21 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Ask a node that can to serve another role: it drains, and registers anew in it.
+        """Asks a node that can switch to serve another role: it drains, then registers again in that role.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Have an adapter loaded by every node that computes; returns once requests may name it.
+        """Has every computing node load an adapter; returns once requests may name it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Requests that use it are finished, new ones are refused.
+        """Requests that use it run to their end, new ones are refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

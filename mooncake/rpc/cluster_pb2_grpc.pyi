@@ -37,11 +37,11 @@ class ClusterStub:
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.HeartbeatRequest, _cluster_pb2.HeartbeatResponse]
     Status: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]
     SetRole: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.SetRoleRequest, _cluster_pb2.SetRoleResponse]
-    """Ask a node that can to serve another role: it drains, and registers anew in it."""
+    """Asks a node that can switch to serve another role: it drains, then registers again in that role."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.LoadAdapterRequest, _cluster_pb2.LoadAdapterResponse]
-    """Have an adapter loaded by every node that computes; returns once requests may name it."""
+    """Has every computing node load an adapter; returns once requests may name it."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_cluster_pb2.UnloadAdapterRequest, _cluster_pb2.UnloadAdapterResponse]
-    """Requests that use it are finished, new ones are refused."""
+    """Requests that use it run to their end, new ones are refused."""
 
 @_typing.type_check_only
 class ClusterAsyncStub(ClusterStub):
@@ -52,11 +52,11 @@ class ClusterAsyncStub(ClusterStub):
     Heartbeat: _aio.UnaryUnaryMultiCallable[_cluster_pb2.HeartbeatRequest, _cluster_pb2.HeartbeatResponse]  # type: ignore[assignment]
     Status: _aio.UnaryUnaryMultiCallable[_cluster_pb2.StatusRequest, _cluster_pb2.StatusResponse]  # type: ignore[assignment]
     SetRole: _aio.UnaryUnaryMultiCallable[_cluster_pb2.SetRoleRequest, _cluster_pb2.SetRoleResponse]  # type: ignore[assignment]
-    """Ask a node that can to serve another role: it drains, and registers anew in it."""
+    """Asks a node that can switch to serve another role: it drains, then registers again in that role."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.LoadAdapterRequest, _cluster_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Have an adapter loaded by every node that computes; returns once requests may name it."""
+    """Has every computing node load an adapter; returns once requests may name it."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_cluster_pb2.UnloadAdapterRequest, _cluster_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Requests that use it are finished, new ones are refused."""
+    """Requests that use it run to their end, new ones are refused."""
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -94,7 +94,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.SetRoleResponse, _abc.Awaitable[_cluster_pb2.SetRoleResponse]]:
-        """Ask a node that can to serve another role: it drains, and registers anew in it."""
+        """Asks a node that can switch to serve another role: it drains, then registers again in that role."""
 
     @_abc_1.abstractmethod
     def LoadAdapter(
@@ -102,7 +102,7 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.LoadAdapterResponse, _abc.Awaitable[_cluster_pb2.LoadAdapterResponse]]:
-        """Have an adapter loaded by every node that computes; returns once requests may name it."""
+        """Has every computing node load an adapter; returns once requests may name it."""
 
     @_abc_1.abstractmethod
     def UnloadAdapter(
@@ -110,6 +110,6 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         request: _cluster_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cluster_pb2.UnloadAdapterResponse, _abc.Awaitable[_cluster_pb2.UnloadAdapterResponse]]:
-        """Requests that use it are finished, new ones are refused."""
+        """Requests that use it run to their end, new ones are refused."""
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

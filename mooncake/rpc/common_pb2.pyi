@@ -42,8 +42,9 @@ Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """Unset fields take the defaults of mooncake.sampling.SamplingParams; from a client, temperature to repetition_penalty
-    those of the model's generation_config.json first. Doubles, so that a node samples with what was asked.
+    """Unset fields take the defaults of mooncake.sampling.SamplingParams. In a client's request, temperature to
+    repetition_penalty take those of the model's generation_config.json first. Doubles, so that a node samples with exactly
+    what was asked for.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -356,7 +357,7 @@ class SampledToken(_message.Message):
     token_id: _builtins.int
     logprob: _builtins.float
     rank: _builtins.int
-    """of the token itself, from 1; 0: nobody has counted"""
+    """of the token itself, from 1; 0: unknown"""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]: ...
     def __init__(
@@ -522,7 +523,7 @@ Global___SegmentAddress: _TypeAlias = SegmentAddress  # noqa: Y015
 class BlockEvents(_message.Message):
     """Blocks that became readable in a cache or left it, in order. A subscriber takes a message when `reset` is set or
     when `incarnation` and `first_sequence` are what it expects; from then on it expects `next_sequence`. Otherwise it
-    has missed something: it subscribes anew. A snapshot is a message with `reset`, and perhaps more; until its last part
+    has missed something, and subscribes again. A snapshot is a message with `reset`, and perhaps more; until its last part
     `next_sequence` is 2^64 - 1, a number from which nobody can go on, so half a snapshot is never taken for a whole one.
     """
 
@@ -571,7 +572,7 @@ class BlockEvent(_message.Message):
     parent: _builtins.bytes
     """empty for a first block"""
     tier: _builtins.int
-    """of the node's tiers that hold it the fastest: 0 DRAM, 1 SSD"""
+    """the fastest of the node's tiers that hold it: 0 DRAM, 1 SSD"""
     def __init__(
         self,
         *,

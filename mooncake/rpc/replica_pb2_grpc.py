@@ -51,15 +51,15 @@ class ReplicaServicer:
 
     def Fetch(self, request, context):
         """Reads the leading run of `keys` that another store holds into this one, in the background, and answers when it is
-        here. Blocks that are here already are left alone. What it lacks room for is not an error.
+        here. Blocks that are here already are left alone. Lacking room for some of them is not an error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GiveUp(self, request, context):
-        """Gives up a chain that this store no longer needs for others' sake: from its last block on, as far as nothing here
-        builds on a block, nobody reads it and no client has pinned it. What the SSD has of it stays there.
+        """Drops a replica that is not needed here any more: blocks from the end of the chain, as long as nothing here builds on
+        them, nobody reads them and no client has pinned them. What the SSD has of the chain stays there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

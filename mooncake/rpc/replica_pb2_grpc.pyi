@@ -33,11 +33,11 @@ class ReplicaStub:
     def __new__(cls, channel: _aio.Channel) -> ReplicaAsyncStub: ...
     Fetch: _grpc.UnaryUnaryMultiCallable[_replica_pb2.FetchRequest, _replica_pb2.FetchResponse]
     """Reads the leading run of `keys` that another store holds into this one, in the background, and answers when it is
-    here. Blocks that are here already are left alone. What it lacks room for is not an error.
+    here. Blocks that are here already are left alone. Lacking room for some of them is not an error.
     """
     GiveUp: _grpc.UnaryUnaryMultiCallable[_replica_pb2.GiveUpRequest, _replica_pb2.GiveUpResponse]
-    """Gives up a chain that this store no longer needs for others' sake: from its last block on, as far as nothing here
-    builds on a block, nobody reads it and no client has pinned it. What the SSD has of it stays there.
+    """Drops a replica that is not needed here any more: blocks from the end of the chain, as long as nothing here builds on
+    them, nobody reads them and no client has pinned them. What the SSD has of the chain stays there.
     """
 
 @_typing.type_check_only
@@ -45,11 +45,11 @@ class ReplicaAsyncStub(ReplicaStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Fetch: _aio.UnaryUnaryMultiCallable[_replica_pb2.FetchRequest, _replica_pb2.FetchResponse]  # type: ignore[assignment]
     """Reads the leading run of `keys` that another store holds into this one, in the background, and answers when it is
-    here. Blocks that are here already are left alone. What it lacks room for is not an error.
+    here. Blocks that are here already are left alone. Lacking room for some of them is not an error.
     """
     GiveUp: _aio.UnaryUnaryMultiCallable[_replica_pb2.GiveUpRequest, _replica_pb2.GiveUpResponse]  # type: ignore[assignment]
-    """Gives up a chain that this store no longer needs for others' sake: from its last block on, as far as nothing here
-    builds on a block, nobody reads it and no client has pinned it. What the SSD has of it stays there.
+    """Drops a replica that is not needed here any more: blocks from the end of the chain, as long as nothing here builds on
+    them, nobody reads them and no client has pinned them. What the SSD has of the chain stays there.
     """
 
 class ReplicaServicer(metaclass=_abc_1.ABCMeta):
@@ -60,7 +60,7 @@ class ReplicaServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.FetchResponse, _abc.Awaitable[_replica_pb2.FetchResponse]]:
         """Reads the leading run of `keys` that another store holds into this one, in the background, and answers when it is
-        here. Blocks that are here already are left alone. What it lacks room for is not an error.
+        here. Blocks that are here already are left alone. Lacking room for some of them is not an error.
         """
 
     @_abc_1.abstractmethod
@@ -69,8 +69,8 @@ class ReplicaServicer(metaclass=_abc_1.ABCMeta):
         request: _replica_pb2.GiveUpRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replica_pb2.GiveUpResponse, _abc.Awaitable[_replica_pb2.GiveUpResponse]]:
-        """Gives up a chain that this store no longer needs for others' sake: from its last block on, as far as nothing here
-        builds on a block, nobody reads it and no client has pinned it. What the SSD has of it stays there.
+        """Drops a replica that is not needed here any more: blocks from the end of the chain, as long as nothing here builds on
+        them, nobody reads them and no client has pinned them. What the SSD has of the chain stays there.
         """
 
 def add_ReplicaServicer_to_server(servicer: ReplicaServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

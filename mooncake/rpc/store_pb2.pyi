@@ -65,9 +65,9 @@ class ReserveRequest(_message.Message):
     wait_ms: _builtins.int
     """how long to wait for room while blocks are being saved to the SSD"""
     into_dram: _builtins.bool
-    """slots also for blocks that only the SSD has: making them anew was quicker than reading them"""
+    """slots also for blocks that only the SSD has: recomputing them was quicker than reading them"""
     number: _builtins.int
-    """drawn by the writer: names these slots to Abort when the answer does not come; 0: nothing does"""
+    """drawn by the writer, to name these slots to Abort if the answer does not come; 0: it cannot"""
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockName]: ...
     def __init__(
@@ -293,19 +293,19 @@ class CommitResponse(_message.Message):
     class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[CommitResponse._Outcome.ValueType], _builtins.type):
         DESCRIPTOR: _descriptor.EnumDescriptor
         OVER: CommitResponse._Outcome.ValueType  # 0
-        """the slot was not the writer's any more, or there was none"""
+        """the slot no longer belonged to the writer, or none was named"""
         STORED: CommitResponse._Outcome.ValueType  # 1
         """by this or before"""
         BUSY: CommitResponse._Outcome.ValueType  # 2
-        """another writer is at this block"""
+        """another writer is writing this block"""
 
     class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper): ...
     OVER: CommitResponse.Outcome.ValueType  # 0
-    """the slot was not the writer's any more, or there was none"""
+    """the slot no longer belonged to the writer, or none was named"""
     STORED: CommitResponse.Outcome.ValueType  # 1
     """by this or before"""
     BUSY: CommitResponse.Outcome.ValueType  # 2
-    """another writer is at this block"""
+    """another writer is writing this block"""
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     outcome: Global___CommitResponse.Outcome.ValueType
@@ -376,14 +376,14 @@ class AcquireRequest(_message.Message):
     ENDED_LEASE_IDS_FIELD_NUMBER: _builtins.int
     SCATTERED_FIELD_NUMBER: _builtins.int
     recompute_ms: _builtins.float
-    """what computing one of these blocks anew costs the reader; 0: it cannot be computed"""
+    """what recomputing one of these blocks costs the reader; 0: it cannot be computed"""
     scattered: _builtins.bool
     """lease whatever is stored of `keys`, which need not be a run"""
     @_builtins.property
     def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
     def ended_lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """as Release does, on the way"""
+        """released with this call"""
 
     def __init__(
         self,
@@ -734,7 +734,7 @@ class StatsResponse(_message.Message):
     ssd_capacity_bytes: _builtins.int
     pins: _builtins.int
     fast_rpc_port: _builtins.int
-    """the short way for frequent calls, on the host of this service; 0: none"""
+    """where frequent calls are answered faster, on the host of this service; 0: nowhere"""
     board_path: _builtins.str
     """unix socket that hands out the list of blocks in DRAM to clients of this host; empty: none"""
     @_builtins.property

@@ -106,8 +106,8 @@ class StoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
-        once, and lays more such slots into the writer's mailbox. Its bytes are checked by whoever reads them.
+        """For writers on this host that map its board: makes a slot that was granted in advance, and is now written, a readable
+        block at once, and puts more such slots into the writer's mailbox. Whoever reads the block checks its bytes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

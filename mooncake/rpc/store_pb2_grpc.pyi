@@ -40,8 +40,8 @@ class StoreStub:
     the block is on the SSD too.
     """
     Commit: _grpc.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.CommitResponse]
-    """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
-    once, and lays more such slots into the writer's mailbox. Its bytes are checked by whoever reads them.
+    """For writers on this host that map its board: makes a slot that was granted in advance, and is now written, a readable
+    block at once, and puts more such slots into the writer's mailbox. Whoever reads the block checks its bytes.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortResponse]
     """Gives up reservations; the writer will write no more."""
@@ -67,8 +67,8 @@ class StoreAsyncStub(StoreStub):
     the block is on the SSD too.
     """
     Commit: _aio.UnaryUnaryMultiCallable[_store_pb2.CommitRequest, _store_pb2.CommitResponse]  # type: ignore[assignment]
-    """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
-    once, and lays more such slots into the writer's mailbox. Its bytes are checked by whoever reads them.
+    """For writers on this host that map its board: makes a slot that was granted in advance, and is now written, a readable
+    block at once, and puts more such slots into the writer's mailbox. Whoever reads the block checks its bytes.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_store_pb2.AbortRequest, _store_pb2.AbortResponse]  # type: ignore[assignment]
     """Gives up reservations; the writer will write no more."""
@@ -109,8 +109,8 @@ class StoreServicer(metaclass=_abc_1.ABCMeta):
         request: _store_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_store_pb2.CommitResponse, _abc.Awaitable[_store_pb2.CommitResponse]]:
-        """For writers of this host that hold its board: ends a slot had in advance, now written, as a block that is readable at
-        once, and lays more such slots into the writer's mailbox. Its bytes are checked by whoever reads them.
+        """For writers on this host that map its board: makes a slot that was granted in advance, and is now written, a readable
+        block at once, and puts more such slots into the writer's mailbox. Whoever reads the block checks its bytes.
         """
 
     @_abc_1.abstractmethod
