@@ -93,6 +93,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture
+def one_torch_thread() -> Iterator[None]:
+    """For tests with several ranks, or that compare bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 async def rpc_server() -> AsyncIterator[Callable[[], RpcServer]]:
     """Makes gRPC servers that stop with the test, also with one that fails: one that is still running when it is
     collected fails the test that runs then, or hangs it."""

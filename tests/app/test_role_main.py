@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import is_running
 
 ROLE = textwrap.dedent(
     """
@@ -113,13 +114,6 @@ def lamp(*arguments: str, env: dict[str, str] | None = None) -> Iterator[subproc
 def said(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def catches(pid: int, number: signal.Signals) -> bool:

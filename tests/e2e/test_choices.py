@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 import pytest_asyncio
-from drive import ask, status, wait_idle
+from drive import ask, counters, status, wait_idle
 
 from mooncake import LLM, BeamSearchParams, SamplingParams
 from mooncake.app.cluster.local import LocalCluster
@@ -41,12 +41,6 @@ async def ask_for_several(channel: grpc.aio.Channel, prompt: list[int], **sampli
             assert token.index == len(tokens), "a gap or a repeat in the stream"
             tokens.append(token.token_id)
     return [answers[choice] for choice in sorted(answers)]
-
-
-async def counters(channel: grpc.aio.Channel, role: str) -> dict[str, int]:
-    """Of the only node of a role."""
-    [node] = [node for node in (await status(channel)).nodes if node.info.role == role]
-    return dict(node.load.counters)
 
 
 @pytest.mark.timeout(240)

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from drive import Answer, ask, ask_all, computing_node, leaks, status, wait_idle
+from drive import Answer, ask, ask_all, computing_node, counters, leaks, status, wait_idle
 from greedy import greedy as greedy_of
 from live import command_of, small_config, workers_of
 from tiny_hybrid import write_hybrid
@@ -97,11 +97,6 @@ async def ask_for_two(channel: grpc.aio.Channel, prompt: list[int], **sampling: 
     async for response in inference_pb2_grpc.InferenceStub(channel).Generate(request, timeout=120):
         answers[response.choice] += [token.token_id for token in response.tokens]
     return answers
-
-
-async def counters(channel: grpc.aio.Channel, role: str) -> dict[str, int]:
-    [node] = [node for node in (await status(channel)).nodes if node.info.role == role]
-    return dict(node.load.counters)
 
 
 @pytest.mark.slow

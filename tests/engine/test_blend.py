@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-import torch
 from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -20,6 +17,8 @@ from mooncake.model import load_model
 from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 from tests.engine.hash_model import answers, run_all
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 BLOCK = 8
 PROMPT, CHUNK = b"s" * 32, b"c" * 32  # what names begin with
@@ -35,14 +34,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("model")
     write_tiny_model(folder, "llama", num_hidden_layers=10)
     return open_checkpoint(str(folder))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def engine_of(checkpoint: Checkpoint, num_blocks: int = 40, chunk_tokens: int = 0) -> Engine:

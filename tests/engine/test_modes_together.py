@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tiny_hybrid import write_hybrid
 from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
@@ -25,16 +23,10 @@ from mooncake.precision import resolve_precision
 from mooncake.sampling import BeamSearch, SamplingParams
 from tests.engine.hash_model import answers
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 CONTEXT, BLOCK = 160, 8
 PLAIN = resolve_precision("float32")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Deployment:

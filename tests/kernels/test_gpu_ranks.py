@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
-import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from ranks_in_threads import InThread, InThreads
 from tiny_mixtures import MIXTURES
 from tiny_model import write_tiny_model
 
@@ -30,16 +28,14 @@ from mooncake.model.gpu.gpu_model import GpuModel
 from mooncake.model.load import load_model, load_part
 from mooncake.precision import FLOAT32
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compares with a CPU; `make gpu` runs two ranks on two GPUs")
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.skipif(not INTERPRETED, reason="compares with a CPU; `make gpu` runs two ranks on two GPUs"),
+]
 
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in ((0, 19), (1, 4))]
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=5, temperature=0.8, top_p=0.9, seed=7, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -101,47 +97,13 @@ def test_pages_of_int8_codes_give_the_tokens_of_a_cpu(folder: str) -> None:
         assert [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == wanted
 
 
-class InThreads:
-    """What two ranks do together, as threads of this process."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=60)
-        self._given: dict[int, torch.Tensor] = {}
-
-    def exchanged(self, rank: int, values: torch.Tensor) -> list[torch.Tensor]:
-        self._given[rank] = values
-        self._barrier.wait()
-        given = [self._given[rank].clone() for rank in range(2)]
-        self._barrier.wait()
-        return given
-
-
-@dataclass(frozen=True)
-class InThread:
-    """``Ranks``, from the view of one of them."""
-
-    ranks: InThreads
-    rank: int
-    size: int = 2
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.ranks.exchanged(self.rank, values)).sum(0)
-
-    def gather(self, columns: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        everyones = torch.cat(self.ranks.exchanged(self.rank, columns), 1)
-        return everyones if self.rank == 0 else everyones[:0]
-
-    def share(self, values: torch.Tensor) -> torch.Tensor:
-        return values.copy_(self.ranks.exchanged(self.rank, values)[0])
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # rows that only fill a graph may hold anything
 def test_graphs_of_two_ranks_are_captured_alike_and_replayed_together(folder: str) -> None:
     """Three sequences in a graph of four, and a second step whose tokens only the first rank's GPU knows: each
     sequence's is the one drawn for another."""
     checkpoint = open_checkpoint(folder)
-    ranks = InThreads()
+    ranks = InThreads(2)
     whole = torch.zeros((4, 2, 2, 2, 16, 16))
     newest, steps = [2, 0, 1], [step(3, torch.tensor([5, 200, 320])), step(4, torch.zeros(3, dtype=torch.int64))]
     expected = load_model(checkpoint, FLOAT32, 32)
@@ -150,7 +112,7 @@ def test_graphs_of_two_ranks_are_captured_alike_and_replayed_together(folder: st
     assert len(set(first.tolist())) == 3, "to mistake one for another would change nothing"
 
     def compute(rank: int) -> tuple[list[int], list[list[int]]]:
-        ours = InThread(ranks, rank)
+        ours = InThread(ranks, rank, 2)
         model = GpuModel(
             lambda kernels: load_part(checkpoint, FLOAT32, ours, 32, kernels),
             max_blocks=2,

@@ -37,7 +37,10 @@ from mooncake.model.pages import pages_over
 from mooncake.precision import resolve_precision
 from mooncake.types import KVLayout
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="compares with a CPU, number by number")
+pytestmark = [
+    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.skipif(not INTERPRETED, reason="compares with a CPU, number by number"),
+]
 
 BLOCK, NUM_BLOCKS = 8, 8
 PROMPT = torch.arange(5, 24)  # two full blocks and a partial one
@@ -46,11 +49,6 @@ FAMILIES = {
     "one-head": ("llama", {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 1}),  # on both ranks
     "latent": ("deepseek_v3", LATENT),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))

@@ -29,12 +29,9 @@ from mooncake.model.load import load_model
 from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 BLOCK_TOKENS, NUM_BLOCKS, LIMIT, LAYERS = 16, 24, 256, 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

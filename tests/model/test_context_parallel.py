@@ -4,7 +4,7 @@ end of all ranks when one dies."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,15 +20,9 @@ from mooncake.model.batch import NoHook
 from mooncake.model.parallel.context_parallel import ContextParallelModel
 from mooncake.model.parallel.context_plan import Method
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

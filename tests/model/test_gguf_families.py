@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from converted import CHANGES, Converted, Kind, cache_for_weights, plain
+from converted import CHANGES, Converted, Kind, plain
 from greedy import NEW_TOKENS
 from tiny_families import VOCAB
 from tiny_mixtures import answers_of
@@ -24,12 +24,9 @@ from mooncake.model.reading.weights import load_weights
 from mooncake.precision import KeptGroups, WeightFormat
 from mooncake.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("own_weights_cache")
+
 PROMPTS = [np.random.default_rng(4).integers(2, VOCAB, length).tolist() for length in (75, 1, 30, 12, 5, 50, 3)]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
 
 
 @pytest.fixture(params=CHANGES, scope="module")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from converted import Kind, cache_for_weights
+from converted import Kind
 from converted_hybrid import SIZES, ConvertedHybrid
 from greedy import NEW_TOKENS
 from published import Published
@@ -24,16 +24,13 @@ from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.reading.weights import load_weights
 from mooncake.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("own_weights_cache")
+
 EXACT = [name for name in SIZES if not name.startswith("falcon")]  # whose factors would be rounded a second time
 ROUTERS = tuple(
     f"{name}.weight"
     for name in ("mlp.gate", "feed_forward.gate", "mixer.gate", "moe.router", "router.layer", "shared_expert_gate")
 )
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
 
 
 def logprobs(path: Path, **settings: Any) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from converted import cache_for_weights, plain
+from converted import plain
 from converted_hybrid import SIZES, ConvertedHybrid
 from tiny_gguf import write_gguf
 from tiny_hybrid import answers, their_answers
@@ -17,6 +17,8 @@ from mooncake.errors import ModelError
 from mooncake.gguf.file import GGUFFile
 from mooncake.model.reading.weights import load_weights
 
+pytestmark = pytest.mark.usefixtures("own_weights_cache")
+
 WIDE = (".expert_bias", ".e_score_correction_bias", ".A_log", ".dt_bias", ".D")
 FOLDED = ("attention_scale", "embedding_factor", "logit_divisor")  # Falcon-H1's, into weights
 
@@ -24,11 +26,6 @@ FOLDED = ("attention_scale", "embedding_factor", "logit_divisor")  # Falcon-H1's
 @pytest.fixture(params=SIZES, scope="module")
 def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ConvertedHybrid:
     return ConvertedHybrid(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
 
 
 def check_tokens(converted: ConvertedHybrid) -> None:

@@ -26,12 +26,9 @@ from mooncake.model.parallel import context_parallel, tensor_parallel
 from mooncake.model.parallel.ranks import Workers, leave_group
 from mooncake.precision import FLOAT32
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 BLOCK_TOKENS, NUM_BLOCKS, LIMIT = 16, 24, 256
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

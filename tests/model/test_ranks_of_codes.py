@@ -20,12 +20,9 @@ from mooncake.model.layers import WeightsOnDemand
 from mooncake.model.parallel.shards import shard_weights
 from mooncake.model.reading.weights import load_weights
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 PROMPT = [5, 9, 200, 31, 77, 8, 150, 12]
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> None:
-    torch.set_num_threads(1)
 
 
 def tokens_of(folder: Path, num_ranks: int, weights: str) -> tuple[int, ...]:

@@ -4,16 +4,16 @@ its part."""
 from __future__ import annotations
 
 import re
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from ranks import ranks_of
+from ranks_in_threads import InThread, InThreads
 from tiny_mixtures import BLOCK_TOKENS, MIXTURES, NUM_BLOCKS, PROMPTS, WIDE, Published, answers, answers_of
 from tiny_model import write_tiny_model
 
@@ -31,10 +31,7 @@ from mooncake.model.parallel.vocabulary import VocabularyPart
 from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
 
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> None:
-    torch.set_num_threads(1)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 FIRST, *OTHERS = MIXTURES
@@ -92,37 +89,6 @@ def test_ranks_that_need_the_same_kv_head_keep_the_same_rows(published: Publishe
     first, second, third, fourth = caches
     assert first.any() and torch.equal(first, second) and torch.equal(third, fourth)
     assert torch.equal(first, third) == (layout.num_kinds == 1), "one latent row, or two heads"
-
-
-class InThreads:
-    """What ranks do together, among threads."""
-
-    def __init__(self, size: int) -> None:
-        self._barrier = threading.Barrier(size, timeout=60)
-        self._given: dict[int, torch.Tensor] = {}
-
-    def exchanged(self, rank: int, values: torch.Tensor) -> list[torch.Tensor]:
-        self._given[rank] = values
-        self._barrier.wait()
-        given = [self._given[rank] for rank in range(len(self._given))]
-        self._barrier.wait()
-        return given
-
-
-@dataclass(frozen=True)
-class InThread:
-    """``Ranks``, from the view of one of them."""
-
-    ranks: InThreads
-    rank: int
-    size: int
-
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.ranks.exchanged(self.rank, values)).sum(0)
-
-    def gather(self, columns: torch.Tensor, widths: Sequence[int]) -> torch.Tensor:
-        everyones = torch.cat(self.ranks.exchanged(self.rank, columns), 1)
-        return everyones if self.rank == 0 else everyones[:0]
 
 
 def part_of(checkpoint: Checkpoint, rank: int, size: int, ranks: InThreads | None = None) -> CausalLM | Decoder:

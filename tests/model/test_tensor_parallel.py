@@ -15,6 +15,7 @@ import pytest
 import torch
 from ranks import ranks_of
 from tiny_model import write_tiny_model
+from waiting import is_running
 
 from mooncake import LLM
 from mooncake.checkpoint import open_checkpoint
@@ -35,11 +36,6 @@ from mooncake.sampling_params import SamplingParams
 VOCABULARY = ("embed_tokens", "lm_head")
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 60
-
-
-@pytest.fixture(autouse=True)
-def one_thread_a_rank() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +161,8 @@ def test_ranks_outlive_the_thread_that_started_them_and_end_with_the_process(fol
     code = f"""
 import sys, threading, torch
 from mooncake import LLM, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 torch.set_num_threads(1)
 made = []
 def make():
@@ -187,14 +185,6 @@ sys.stdin.read()
             break
         time.sleep(0.05)
     assert not is_running(rank)
-
-
-def is_running(pid: int) -> bool:
-    """Whether the process is running, and not a zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.slow

@@ -74,6 +74,12 @@ async def status(channel: grpc.aio.Channel) -> cluster_pb2.StatusResponse:
     return await cluster_pb2_grpc.ClusterStub(channel).Status(cluster_pb2.StatusRequest(), timeout=10)
 
 
+async def counters(channel: grpc.aio.Channel, role: str) -> dict[str, int]:
+    """Of the only node of a role."""
+    [node] = [node for node in (await status(channel)).nodes if node.info.role == role]
+    return dict(node.load.counters)
+
+
 def leaks(status: cluster_pb2.StatusResponse) -> list[str]:
     """Resources that a node still holds although nothing runs, and inconsistent counters."""
     found = []

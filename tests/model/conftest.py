@@ -1,0 +1,14 @@
+"""Fixtures of models as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from converted import cache_for_weights
+
+
+@pytest.fixture
+def own_weights_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dequantised weights are kept with the test's files; compiled kernels stay where they are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
