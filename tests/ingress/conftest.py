@@ -263,6 +263,15 @@ class Front:
     def url(self):
         return f"http://127.0.0.1:{self.http_port}"
 
+    @property
+    def prompt(self):
+        """Of the last request, as text."""
+        return self.prompts[-1]
+
+    @property
+    def prompts(self):
+        return [bytes(asked.tokens.tolist()).decode() for asked in self.script.asked]
+
 
 @contextlib.asynccontextmanager
 async def running_front(script=None, **limits):
@@ -337,6 +346,15 @@ async def front(module_front):
     module_front.status.CopyFrom(cluster_status())
     yield module_front
     await module_front.script.until(lambda: not module_front.script.running)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def client(front):
+    """OpenAI's own."""
+    from openai import AsyncOpenAI  # half a second, which most modules need not wait
+
+    async with AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture

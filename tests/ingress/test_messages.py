@@ -32,10 +32,6 @@ async def module_front(module_front_of):
         yield front
 
 
-def prompt_of(front) -> str:
-    return bytes(front.script.asked[-1].tokens.tolist()).decode()
-
-
 async def ask(front, **wishes):
     return await front.http.post("/v1/messages", json={"model": "bytes", "max_tokens": 200, "messages": ASK} | wishes)
 
@@ -56,9 +52,9 @@ async def test_a_text_is_answered_whole(front):
     assert answer["id"].startswith("msg_") and (answer["type"], answer["role"]) == ("message", "assistant")
     assert answer["content"] == [{"type": "text", "text": "Hello, wörld!"}]
     assert (answer["stop_reason"], answer["stop_sequence"], answer["model"]) == ("end_turn", None, "bytes")
-    assert prompt_of(front) == "<system>Be brief.<user>Weather?<assistant>"
+    assert front.prompt == "<system>Be brief.<user>Weather?<assistant>"
     usage = answer["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(prompt_of(front))
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(front.prompt)
     assert (usage["cache_read_input_tokens"], usage["output_tokens"]) == (3, len("Hello, wörld!".encode()) + 1)
     assert (front.script.asked[0].sampling.temperature, front.script.asked[0].session) == (0.5, "me")
 
@@ -94,11 +90,11 @@ async def test_thoughts_are_left_out_for_who_does_not_want_them(front):
     front.script.text = "<think>Hm.</think>So."
     answer = (await ask(front, thinking={"type": "adaptive", "display": "omitted"})).json()
     assert [block["type"] for block in answer["content"]] == ["text"]
-    assert prompt_of(front).startswith("[enable_thinking=True]")
+    assert front.prompt.startswith("[enable_thinking=True]")
     answer = (await ask(front, include_reasoning=False)).json()
     assert [block["type"] for block in answer["content"]] == ["text"]
     await ask(front, thinking={"type": "disabled"}, output_config={"effort": "low"})
-    assert "[enable_thinking=False]" in prompt_of(front) and "[reasoning_effort=low]" in prompt_of(front)
+    assert "[enable_thinking=False]" in front.prompt and "[reasoning_effort=low]" in front.prompt
 
 
 async def test_calls_and_their_results_come_back(front):
@@ -114,7 +110,7 @@ async def test_calls_and_their_results_come_back(front):
     front.script.text = "Mild."
     answer = (await ask(front, tools=[WEATHER], messages=turns)).json()
     assert answer["content"] == [{"type": "text", "text": "Mild."}]
-    prompt = prompt_of(front)
+    prompt = front.prompt
     assert "<assistant>Let me see. {'reasoning_content': 'Hm.'" in prompt and "'arguments': {'city': 'Bern'}" in prompt
     assert f"<tool>12{{'tool_call_id': '{call_id}'}}<user>And?<assistant>" in prompt
 
@@ -142,7 +138,7 @@ async def test_a_call_can_be_demanded(front, choice, is_guided):
     answer = (await ask(front, tools=[WEATHER], tool_choice=choice)).json()
     assert [block["type"] for block in answer["content"]] == ["tool_use" if is_guided else "text"]
     assert (front.script.asked[0].sampling.guide is not None) == is_guided
-    assert ("get_weather" in prompt_of(front)) == (choice["type"] != "none")
+    assert ("get_weather" in front.prompt) == (choice["type"] != "none")
 
 
 async def test_a_format_is_a_guide_and_a_last_turn_of_the_assistant_goes_on(front):
@@ -151,7 +147,7 @@ async def test_a_format_is_a_guide_and_a_last_turn_of_the_assistant_goes_on(fron
     await ask(front, messages=turns, output_config={"format": {"type": "json_schema", "schema": schema}})
     guide = front.script.asked[0].sampling.guide
     assert guide.kind is GuideKind.JSON_SCHEMA and json.loads(guide.text) == schema
-    assert prompt_of(front) == "<user>Weather?<assistant>It is"
+    assert front.prompt == "<user>Weather?<assistant>It is"
 
 
 async def test_tokens_are_counted_as_they_would_be_read(front):
@@ -283,7 +279,7 @@ async def test_its_clients_loop_over_tools_sends_the_whole_conversation(front):
         answers = [message async for message in client.beta.messages.tool_runner(**asked)]
 
     assert len(answers) == 2
-    prompt = prompt_of(front)
+    prompt = front.prompt
     assert "Weather?" in prompt and "Bern" in prompt and prompt.index("Weather?") < prompt.index("12 degrees in Bern")
 
 

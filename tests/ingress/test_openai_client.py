@@ -8,19 +8,12 @@ import json
 import httpx
 import openai
 import pytest
-import pytest_asyncio
 
 from mooncake.errors import HandoffFailed, InvalidRequest, NodeUnavailable, Overloaded
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HELLO = [{"role": "user", "content": "Hello"}]
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(front):
-    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 async def test_it_lists_the_model_and_finds_it_by_name(client):

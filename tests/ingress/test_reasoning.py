@@ -36,12 +36,6 @@ async def module_front(module_front_of):
         yield front
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(front):
-    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 async def test_a_thought_is_told_beside_the_answer_and_counted(front, client):
     front.script.text = TEXT
 
@@ -171,7 +165,7 @@ async def test_earlier_thoughts_and_calls_are_the_template_s_to_tell(front, clie
 
     await client.chat.completions.create(model="bytes", messages=[*ASK, said, result], tools=[TOOL])
 
-    prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
+    prompt = front.prompts[0]
     assert "'reasoning_content': 'Hm.'" in prompt and "'arguments': {'x': 1}" in prompt
     assert "<tool>12{'tool_call_id': 'call_1'}" in prompt and "<assistant>So.{" in prompt
 
@@ -199,7 +193,7 @@ async def test_a_response_has_its_thought_as_an_item_with_events(front, client):
 
     told = [item.model_dump(exclude_none=True) for item in response.output]
     await client.responses.create(model="bytes", input=[*ASK, *told, *ASK])
-    prompt = bytes(front.script.asked[-1].tokens.tolist()).decode()
+    prompt = front.prompt
     assert f"<assistant>{ANSWER}{{'reasoning_content'" in prompt
 
 

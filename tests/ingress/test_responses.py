@@ -7,7 +7,6 @@ import time
 
 import openai
 import pytest
-import pytest_asyncio
 
 from conductor.ingress.apis.responses import MAX_ITEMS, input_messages
 from conductor.ingress.apis.responses_types import ResponsesRequest
@@ -27,16 +26,6 @@ WEATHER = {
 }
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(front):
-    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-def prompt_of(front) -> str:
-    return bytes(front.script.asked[-1].tokens.tolist()).decode()
-
-
 async def test_a_text_is_answered_whole(front, client):
     front.script.cached_tokens = 3
 
@@ -48,9 +37,9 @@ async def test_a_text_is_answered_whole(front, client):
     assert response.output_text == "Hello, wörld!"
     [item] = response.output
     assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
-    assert prompt_of(front) == "<system>Be brief.<user>Hi<assistant>"
+    assert front.prompt == "<system>Be brief.<user>Hi<assistant>"
     usage = response.usage
-    assert (usage.input_tokens, usage.output_tokens) == (len(prompt_of(front)), len("Hello, wörld!".encode()) + 1)
+    assert (usage.input_tokens, usage.output_tokens) == (len(front.prompt), len("Hello, wörld!".encode()) + 1)
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert usage.input_tokens_details.cached_tokens == 3
     assert (response.temperature, response.top_p, response.metadata) == (0.5, 1.0, {"who": "me"})
@@ -110,7 +99,7 @@ async def test_a_conversation_comes_back_as_input(front, client):
             {"role": "user", "content": "And?"},
         ],
     )
-    assert prompt_of(front) == "<system>Be kind.<user>Hi<assistant>Hello, wörld!<user>And?<assistant>"
+    assert front.prompt == "<system>Be kind.<user>Hi<assistant>Hello, wörld!<user>And?<assistant>"
 
 
 async def test_a_form_is_a_guide(front, client):
@@ -150,7 +139,7 @@ async def test_calls_are_items_of_their_own_and_their_results_are_input(front, c
     await client.responses.create(
         model="bytes", input=[{"role": "user", "content": "Weather?"}, *told, result], tools=[WEATHER]
     )
-    prompt = prompt_of(front)
+    prompt = front.prompt
     assert prompt.count("<assistant>") == 2  # text and call are one turn, then comes the next
     assert '"city": "Bern"' in prompt and "<tool_response>\nRain.\n</tool_response>" in prompt
 

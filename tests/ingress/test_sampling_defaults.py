@@ -4,7 +4,6 @@ override them."""
 from __future__ import annotations
 
 import grpc
-import openai
 import pytest
 import pytest_asyncio
 
@@ -25,12 +24,6 @@ HI = [{"role": "user", "content": "Hi"}]
 async def front(open_front):
     async with open_front(defaults=OF_MODEL) as front:
         yield front
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(front):
-    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def values(sampling) -> dict[str, float]:
@@ -131,6 +124,6 @@ async def test_the_template_s_variables_have_defaults_in_every_api(open_front):
             stub = inference_pb2_grpc.InferenceStub(channel)
             async for _ in stub.Generate(pb.GenerateRequest(chat=chat)):
                 pass
-        prompts = [bytes(request.tokens.tolist()).decode() for request in front.script.asked]
+        prompts = front.prompts
     assert prompts[0] == prompts[2] == prompts[3] == "[enable_thinking=False][tone=dry]<user>Hi<assistant>"
     assert "[enable_thinking=True]" in prompts[1] and "[tone=warm]" in prompts[1]

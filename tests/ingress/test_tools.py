@@ -8,7 +8,6 @@ import timeit
 
 import openai
 import pytest
-import pytest_asyncio
 
 from conductor.ingress.parsers.json_calls import CLOSE, OPEN, JsonCallParser
 from conductor.ingress.parsers.parts import CallPart, FirstCallParser, joined_calls
@@ -33,12 +32,6 @@ TIME = {"type": "function", "function": {"name": "get_time"}}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def client(front):
-    async with openai.AsyncOpenAI(base_url=f"{front.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 async def test_a_call_comes_out_as_a_call(front, client):
     front.script.text = f"Let me see.\n{CALL}\n{CALL.replace('Zürich', 'Bern')}"
 
@@ -50,7 +43,7 @@ async def test_a_call_comes_out_as_a_call(front, client):
     assert [call.function.name for call in calls] == ["get_weather", "get_weather"]
     assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Zürich", "Bern"]
     assert len({call.id for call in calls}) == 2
-    prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
+    prompt = front.prompts[0]
     assert prompt.startswith("<system>") and '"name":"get_weather"' in prompt and '"name":"get_time"' in prompt
     assert front.script.asked[0].sampling.guide is None
 
@@ -148,7 +141,7 @@ async def test_half_a_surrogate_pair_in_a_call_does_not_lock_its_conversation(fr
         ]
         answer = await client.chat.completions.create(model="bytes", messages=turns, tools=[WEATHER])
         assert answer.choices[0].finish_reason
-    assert "?" in bytes(front.script.asked[-1].tokens.tolist()).decode()
+    assert "?" in front.prompt
 
 
 async def test_items_of_a_streamed_response_come_in_the_order_of_the_answer(front, client):
@@ -172,7 +165,7 @@ async def test_a_template_that_has_words_for_tools_is_given_them(open_front):
         asked = await front.http.post("/v1/chat/completions", json={"messages": ASK, "tools": [WEATHER]})
         [call] = asked.json()["choices"][0]["message"]["tool_calls"]
         assert call["function"]["name"] == "get_weather"
-        prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
+        prompt = front.prompts[0]
         assert prompt == f"[tools={[WEATHER]}]<user>Weather?<assistant>"
 
 
@@ -209,7 +202,7 @@ async def test_calls_are_read_in_the_form_that_the_template_has_or_that_is_named
         arguments = "".join(function.arguments for function in told)
         assert [call.function.name] == [function.name for function in told if function.name] == ["get_weather"]
         assert json.loads(call.function.arguments) == json.loads(arguments) == {"city": "Zürich"}
-        prompt = bytes(front.script.asked[0].tokens.tolist()).decode()
+        prompt = front.prompts[0]
         assert prompt == f"[tools={[WEATHER]}]<user>Weather?<assistant>"
 
 
@@ -364,7 +357,7 @@ async def test_the_next_turn_holds_calls_and_their_results(front, client):
     answer = await client.chat.completions.create(model="bytes", messages=turns, tools=[WEATHER])
 
     assert answer.choices[0].message.content == "Mild." and answer.choices[0].finish_reason == "stop"
-    prompt = bytes(front.script.asked[-1].tokens.tolist()).decode()
+    prompt = front.prompt
     assert json.dumps({"name": "get_weather", "arguments": {"city": "Zürich"}}) in prompt
     assert "<user><tool_response>\n12 degrees\n</tool_response>" in prompt
 
@@ -515,7 +508,7 @@ async def test_only_the_allowed_tools_are_shown_and_may_be_called(front, client,
     flat = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
     choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "get_time"}]}
     answer = await client.responses.create(model="bytes", input="W?", tools=flat, tool_choice=choice)
-    assert "get_weather" not in bytes(front.script.asked[-1].tokens.tolist()).decode()
+    assert "get_weather" not in front.prompt
     assert answer.tool_choice.mode == mode
 
 

@@ -356,7 +356,7 @@ async def test_what_a_batch_cannot_ask_for_is_refused_by_its_field(front, wishes
 @pytest.mark.parametrize(("side", "kept"), [(None, "hij"), ("left", "hij"), ("right", "abc")])
 async def test_a_prompt_is_cut_on_the_side_that_is_named(front, side, kept):
     await complete(front, prompt="abcdefghij", truncate_prompt_tokens=3, truncation_side=side)
-    assert bytes(front.script.asked[-1].tokens.tolist()).decode() == kept
+    assert front.prompt == kept
 
 
 async def test_seed_minus_one_is_a_random_one(front):
