@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of
-from mooncake.families.gated import attention_shapes, expert_names, expert_shapes, router_shape, windows_in_turn
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of, windows_of_kinds
+from mooncake.families.gated import attention_shapes, expert_names, expert_shapes, router_shape
 from mooncake.families.interleaved import read_cohere
 from mooncake.model_config import ModelConfig, Routing, Settings
 
@@ -71,8 +71,7 @@ def _windows(settings: Settings, num_dense: int, prefix_every: int) -> tuple[int
     places += [(layer, every) for layer in range(num_layers - num_dense)]
     kinds = ["sliding_attention" if (layer + 1) % each else "full_attention" for layer, each in places]
     given = settings.get("layer_types")
-    own = {"layer_types": kinds if given is None else given}
-    return windows_in_turn(settings.replaced(own), every, 4096)
+    return windows_of_kinds(settings, kinds if given is None else given, 4096)
 
 
 def _attention(config: ModelConfig) -> Shapes:

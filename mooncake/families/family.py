@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
@@ -68,6 +68,25 @@ def num_layers_of(settings: Settings) -> int:
     if not 1 <= num_layers <= MAX_LAYERS:
         raise ModelError(f"num_layers of the model must be between 1 and {MAX_LAYERS}, got {num_layers}")
     return num_layers
+
+
+def layer_kinds(settings: Settings, kinds: object, known: Collection[str]) -> list[str]:
+    """``kinds``, the value of ``layer_types``, if it gives each layer one of the ``known``. Raises ModelError."""
+    num_layers = num_layers_of(settings)
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
+    if unknown := [kind for kind in kinds if kind not in known]:
+        raise ModelError(f"{settings.source} has layers of the kind {unknown[0]!r}, which is not supported")
+    return kinds
+
+
+def windows_of_kinds(settings: Settings, kinds: object, default: int) -> tuple[int, ...]:
+    """Of layers of full attention (0) and of sliding attention (``sliding_window``). Raises ModelError."""
+    kinds = layer_kinds(settings, kinds, ("full_attention", "sliding_attention"))
+    window = settings.integer("sliding_window", default)
+    if window < 1 and "sliding_attention" in kinds:
+        raise ModelError(f"{settings.source}: layers of sliding_attention need a sliding_window, got {window}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 def activation(settings: Settings, key: str, default: str) -> str:

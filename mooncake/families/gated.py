@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Published, Shapes, activation, cap_of, gated_shapes, num_layers_of
+from mooncake.families.family import (
+    Family,
+    Published,
+    Shapes,
+    activation,
+    cap_of,
+    gated_shapes,
+    num_layers_of,
+    windows_of_kinds,
+)
 from mooncake.families.rope_settings import Rope, read_rope
 from mooncake.model_config import ModelConfig, Settings
 
@@ -350,19 +359,13 @@ def _read_sizes(settings: Settings, shapes: Published, default_theta: float, par
 
 def windows_in_turn(settings: Settings, every: int, default: int) -> tuple[int, ...]:
     """Each layer's window, 0 for none; without a list, one layer in ``every`` is global."""
-    num_layers, window = num_layers_of(settings), settings.integer("sliding_window", default)
     kinds = settings.get("layer_types")
     if kinds is None:
         if every < 1:
             raise ModelError(f"{settings.source}: sliding_window_pattern must be positive, got {every}")
-        kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
-        raise ModelError(f"{settings.source} has layers of the kind {unknown[0]!r}, which is not supported")
-    if window < 1 and "sliding_attention" in kinds:
-        raise ModelError(f"{settings.source}: layers of sliding_attention need a sliding_window, got {window}")
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+        layers = range(1, num_layers_of(settings) + 1)
+        kinds = ["sliding_attention" if layer % every else "full_attention" for layer in layers]
+    return windows_of_kinds(settings, kinds, default)
 
 
 def layer_norms(config: ModelConfig) -> Shapes:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, layer_kinds, num_layers_of
 from mooncake.families.gated import attention_shapes, expert_shapes, layer_norms, read_silu, router_shape
 from mooncake.model_config import STATE_WINDOW, ModelConfig, Recurrence, Settings
 
@@ -46,11 +46,7 @@ def _recurrent_layers(settings: Settings) -> tuple[int, ...]:
 
 def layers_of_kind(settings: Settings, recurrent: str) -> tuple[int, ...]:
     """Those that ``layer_types`` calls ``recurrent``; the others attend. Raises ModelError for a third kind."""
-    num_layers, kinds = num_layers_of(settings), settings.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", recurrent)]:
-        raise ModelError(f"{settings.source} has layers of the kind {unknown[0]!r}, which is not supported")
+    kinds = layer_kinds(settings, settings.get("layer_types"), ("full_attention", recurrent))
     return tuple(layer for layer, kind in enumerate(kinds) if kind == recurrent)
 
 

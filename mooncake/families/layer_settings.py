@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass
 
 from mooncake.errors import ModelError
-from mooncake.families.family import num_layers_of
+from mooncake.families.family import num_layers_of, windows_of_kinds
 from mooncake.model_config import Settings
 
 LCKV = "lckv-llama"
@@ -70,14 +70,7 @@ def _windows(settings: Settings, family: str, num_layers: int) -> list[int]:
     kinds = settings.get("layer_types")
     if kinds is None:
         return _windows_without_kinds(settings, family, num_layers)
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "sliding_attention")]:
-        raise ModelError(f"{settings.source} has layers of the kind {unknown[0]!r}, which is not supported")
-    window = settings.integer("sliding_window", 0)
-    if window < 1 and "sliding_attention" in kinds:
-        raise ModelError(f"{settings.source}: layers of sliding_attention need a sliding_window, got {window}")
-    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+    return list(windows_of_kinds(settings, kinds, 0))
 
 
 def _windows_without_kinds(settings: Settings, family: str, num_layers: int) -> list[int]:

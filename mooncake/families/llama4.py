@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, layer_kinds, num_layers_of
 from mooncake.families.gated import attention_shapes, expert_names, layer_norms, read_silu, router_shape
 from mooncake.families.layer_settings import still_layers
 from mooncake.model_config import MAX_POSITIONS, ModelConfig, Routing, Settings
@@ -32,10 +32,7 @@ def _chunks(settings: Settings, still: tuple[int, ...], num_layers: int) -> tupl
     kinds = settings.get("layer_types")
     if kinds is None:
         kinds = ["full_attention" if layer in still else "chunked_attention" for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ModelError(f"{settings.source}: layer_types must name the kind of each of the {num_layers} layers")
-    if unknown := [kind for kind in kinds if kind not in ("full_attention", "chunked_attention")]:
-        raise ModelError(f"{settings.source} has layers of the kind {unknown[0]!r}, which is not supported")
+    kinds = layer_kinds(settings, kinds, ("full_attention", "chunked_attention"))
     size = settings.integer("attention_chunk_size", 8192)
     if not 0 < size <= MAX_POSITIONS:
         raise ModelError(f"{settings.source}: attention_chunk_size must be positive, got {size}")
