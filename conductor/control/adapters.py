@@ -119,7 +119,7 @@ class AdapterCatalogue:
     def unload(self, name: str) -> None:
         """No new request can name it. Raises InvalidRequest, and NotFound when it is not served."""
         if name in self._taken:
-            raise InvalidRequest(f"{shown(name)} was not loaded while the cluster served, and stays", "lora_name")
+            raise InvalidRequest(f"{shown(name)} was not loaded while the cluster served, so it stays", "lora_name")
         if self._served.pop(name, None) is None:
             raise NotFound(f"the adapter {shown(name)} cannot be found")
         for each in self._in(LoadState.SERVED):
@@ -155,7 +155,7 @@ class AdapterCatalogue:
                 self._wanted[load.number] = _Wanted(load, LoadState.UNFINISHED)
 
     def _adopt_end(self, load: AdapterLoad) -> None:
-        """Another node may not have heard of it, and have told that it is served."""
+        """A node has heard of the load's end; another one may not have, and may have said that the load is served."""
         known = self._wanted.get(load.number)
         if known is None or known.state is LoadState.UNFINISHED:
             self._end(load.number)
@@ -172,7 +172,7 @@ class AdapterCatalogue:
             del self._ended[next(iter(self._ended))]
 
 
-def without(load: AdapterLoad, nodes: Iterable[Node]) -> list[str]:
+def missing_nodes(load: AdapterLoad, nodes: Iterable[Node]) -> list[str]:
     """Ids of the nodes that compute and are still to load it; those that leave need not. Raises InvalidRequest when one
     of them cannot."""
     missing = []

@@ -24,7 +24,7 @@ from kvstore.block_names import checked_tenant
 from kvstore.checksum import range_checksums
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client.memory import Memory, readable, writable
-from kvstore.client.pool_answers import OUTAGES, Told, answers_of, grouped, share_s
+from kvstore.client.pool_answers import OUTAGES, Answered, answers_of, grouped, share_s
 from kvstore.client.pool_keys import Key, PoolKeys
 from kvstore.client.shortcuts import allowed_shortcuts
 from kvstore.client.store_client import StoreClient
@@ -239,13 +239,13 @@ class Client:
             )
             for (address, _), mine in groups
         ]
-        stored, told, full = [False] * len(listed), Told(), None
+        stored, answered, full = [False] * len(listed), Answered(), None
         for (_, mine), answer in zip(groups, await answers_of(calls), strict=True):
             if isinstance(answer, OutOfBlocks):
                 full, answer = answer, [False] * len(mine)
-            for index, is_stored in told.of(mine, answer):
+            for index, is_stored in answered.of(mine, answer):
                 stored[index] = stored[index] or is_stored
-        told.check()
+        answered.check()
         if full is not None and not any(stored):
             raise full
         return [stored[first[wire]] for wire, _ in names]
@@ -284,11 +284,11 @@ class Client:
             return await store.exists(wires, timeout_s=timeout_s)
         groups = grouped((home, index) for index, wire in enumerate(wires) for home in self._keys.homes(wire))
         calls = [self._stores[a].exists([wires[i] for i in mine], timeout_s=timeout_s) for a, mine in groups]
-        found, told = [False] * len(wires), Told()
+        found, answered = [False] * len(wires), Answered()
         for (_, mine), answer in zip(groups, await answers_of(calls), strict=True):
-            for index, is_here in told.of(mine, answer):
+            for index, is_here in answered.of(mine, answer):
                 found[index] = found[index] or is_here
-        told.check()
+        answered.check()
         return found
 
     async def remove(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
@@ -374,7 +374,7 @@ class Client:
         wires = self._keys.wires(keys)
         homes = [self._keys.homes(wire) for wire in wires]
         lengths: list[int | None] = [None] * len(wires)
-        told = Told()
+        answered = Answered()
         for turn in range(self._replicas):
             groups = grouped((homes[index][turn], index) for index, length in enumerate(lengths) if length is None)
             left = share_s(deadline, self._replicas - turn)
@@ -383,11 +383,11 @@ class Client:
                 for address, mine in groups
             ]
             for (_, mine), answer in zip(groups, await answers_of(calls), strict=True):
-                for index, length in told.of(mine, answer):
+                for index, length in answered.of(mine, answer):
                     lengths[index] = length
             if None not in lengths:
                 break
-        told.check()
+        answered.check()
         return lengths
 
 

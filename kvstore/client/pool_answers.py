@@ -46,7 +46,7 @@ async def answers_of(calls: Sequence[Awaitable[T]]) -> list[T | BaseException]:
         return [error]
 
 
-class Told:
+class Answered:
     """Whether some store has answered for each key, by index."""
 
     def __init__(self) -> None:

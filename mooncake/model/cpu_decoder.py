@@ -202,7 +202,7 @@ class CpuDecoder:
         step = self._step(batch, entering, leaving, layers)
         area = _area(cache)
         logits = self._results.take(step.num_logits, self._vocab)
-        told = _Told(hook)
+        told = _LibraryHook(hook)
         status = self._forward(
             ctypes.addressof(self._decoder),
             ctypes.addressof(step),
@@ -337,7 +337,7 @@ class _Results:
             return torch.frombuffer(self._area, dtype=torch.float32, count=rows * columns).view(rows, columns)
 
 
-class _Told:
+class _LibraryHook:
     """A hook as the library calls it. An exception stops the pass and is kept. For a hook that wants no layers the
     pass never returns to Python."""
 

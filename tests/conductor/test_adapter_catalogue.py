@@ -10,7 +10,7 @@ from tiny_lora import write_adapter
 from tiny_model import tiny_model
 
 from conductor.control.adapter_loader import AdapterLoader
-from conductor.control.adapters import AdapterCatalogue, without
+from conductor.control.adapters import AdapterCatalogue, missing_nodes
 from conductor.registry import Node, NodeInfo, NodeState, Registry
 from mooncake.adapter_loads import AdapterLoad, load_from_wire, load_to_wire
 from mooncake.adapters import Adapter, open_adapter
@@ -216,10 +216,10 @@ def test_a_load_is_done_when_no_node_that_stays_is_without_it() -> None:
         node("d1", Role.DECODE, state=NodeState.DRAINING),
         node("s0", Role.STORE),
     ]
-    assert without(load, nodes) == ["p1", "d0"]
-    assert without(load, nodes[:1]) == []
+    assert missing_nodes(load, nodes) == ["p1", "d0"]
+    assert missing_nodes(load, nodes[:1]) == []
     with pytest.raises(InvalidRequest, match="decode node d2: no disk"):
-        without(load, [*nodes, node("d2", Role.DECODE, replace(load, error="no disk"))])
+        missing_nodes(load, [*nodes, node("d2", Role.DECODE, replace(load, error="no disk"))])
 
 
 def test_loads_travel_whole() -> None:

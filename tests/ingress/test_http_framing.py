@@ -17,7 +17,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from conductor.ingress.http.event_stream import EventStream
-from conductor.ingress.http.server import TELL_EVERY_S, ConnectionLimits, HttpServer, OneOfAKind
+from conductor.ingress.http.server import TELL_EVERY_S, ConnectionLimits, HttpServer, WarningRateLimit
 from mooncake.app.cluster.role_main import run_async
 from mooncake.errors import NodeUnavailable
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
@@ -394,7 +394,7 @@ async def test_what_is_no_http_is_told_once_in_a_while_and_not_for_every_connect
 
 async def test_each_kind_of_warning_is_told_again_after_a_while():
     now = 0.0
-    spare = OneOfAKind(lambda: now)
+    spare = WarningRateLimit(lambda: now)
 
     def passes(message, level=logging.WARNING):
         return spare.filter(logging.LogRecord("uvicorn.error", level, "", 0, message, None, None))

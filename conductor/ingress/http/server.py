@@ -52,7 +52,7 @@ class ConnectionLimits:
         return share_of_files(self.max_open)
 
 
-class OneOfAKind(logging.Filter):
+class WarningRateLimit(logging.Filter):
     """Rate-limits log messages by format: any client can make uvicorn repeat a warning without end."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -70,7 +70,7 @@ class OneOfAKind(logging.Filter):
         return True
 
 
-_one_of_a_kind = OneOfAKind()
+_warning_rate_limit = WarningRateLimit()
 
 
 class _Quiet:
@@ -245,7 +245,7 @@ class HttpServer:
         """``tls`` names the HTTPS files, if any; ``check_tls`` has read them."""
         tls = tls or ConductorSection()
         limits = limits or ConnectionLimits()
-        logging.getLogger("uvicorn.error").addFilter(_one_of_a_kind)
+        logging.getLogger("uvicorn.error").addFilter(_warning_rate_limit)
         self._handshakes = Handshakes(_tls_context(tls), limits.head_s) if tls.ssl_certfile else None
         config = uvicorn.Config(
             app,

@@ -28,9 +28,10 @@ from mooncake.model.load import load_model
 from mooncake.model.parallel.context_attention import ContextAttention, needs_whole_contexts
 from mooncake.model.parallel.context_home import Home
 from mooncake.model.parallel.context_plan import LEAST_TOKENS, ContextPlan, Ints, Method, Shape
-from mooncake.model.parallel.context_post import Broken, GroupPost, RankReport, StepAbandoned, breaking
+from mooncake.model.parallel.context_post import Broken, GroupPost, RankReport, breaking
 from mooncake.model.parallel.ranks import (
     Group,
+    StepAbandoned,
     Workers,
     batch_arrays,
     batch_of,
@@ -157,7 +158,7 @@ def check_can_cut(checkpoint: Checkpoint, setup: Setup) -> None:
     if config.gemma:
         raise ModelError(f"context parallel ranks are not for Gemma 3n and 4, and so not for {checkpoint.name}")
     if config.kv_sources:
-        raise ModelError(f"{checkpoint.name} shares KV between layers, which context parallel ranks do not")
+        raise ModelError(f"{checkpoint.name} shares KV between layers, which context parallel ranks do not support")
     if by_heads and setup.method not in (None, Method.HEADS):
         what = "layers with ALiBi" if config.alibi_slopes else "layers with a sliding window"
         raise ModelError(f"{what} go by heads over context parallel ranks, not by {setup.method}")
@@ -197,7 +198,7 @@ class _Rank:
         )
         mine = ForwardBatch.of_prompt(batch.tokens[rows], 1, torch.from_numpy(_logit_rows(plan, batch, rank)[1]))
         mine = replace(mine, positions=batch.positions[rows])
-        told = _Told(hook, self.post, attention, is_first=home is not None)
+        told = _RankPass(hook, self.post, attention, is_first=home is not None)
         return self._model.forward(mine, _as_cache(own, config.num_layers), told, attention=told.attend)
 
     @property
@@ -207,7 +208,7 @@ class _Rank:
         return tuple(self._attention.method_of(layer) for layer in range(self._model.config.num_layers))
 
 
-class _Told:
+class _RankPass:
     """The hook and the attention of a rank's pass; between the two, ranks wait for each other."""
 
     def __init__(self, hook: LayerHook, post: GroupPost, attention: ContextAttention, *, is_first: bool) -> None:

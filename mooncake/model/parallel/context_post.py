@@ -26,10 +26,6 @@ class Broken(Exception):
     """A rank is unreachable, or a message cannot arrive."""
 
 
-class StepAbandoned(Exception):
-    """The first rank has abandoned the step. Not an error of this rank."""
-
-
 @dataclass(frozen=True, slots=True)
 class RankReport:
     """One rank's part in a step."""

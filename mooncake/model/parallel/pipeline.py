@@ -28,7 +28,7 @@ from mooncake.errors import InternalError, ModelError, MooncakeError, NodeUnavai
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook, PieceHook
 from mooncake.model.pages import SharedMemory
 from mooncake.model.parallel.pieces import CostFit, Cutter, PieceCost, Span, cut_spans, fastest, guessed_cost
-from mooncake.model.parallel.pipeline_stage import WITH_DATA, Kind, StageTask, Told, bytes_between, receive, send
+from mooncake.model.parallel.pipeline_stage import WITH_DATA, Kind, Reporting, StageTask, bytes_between, receive, send
 from mooncake.model.parallel.ranks import Workers, batch_arrays
 from mooncake.model_config import ModelConfig
 from mooncake.precision import Precision
@@ -224,16 +224,16 @@ class _Step:
     def run(self) -> None:
         """Raises what the hook raises, InternalError if a stage cannot compute it, StageLost."""
         self._started_ns = time.monotonic_ns()
-        told = Told.NOTHING
+        reporting = Reporting.NOTHING
         if self._hook.wants_layers:
-            told = Told.EVERY_PIECE if isinstance(self._hook, PieceHook) else Told.LAST_PIECE
+            reporting = Reporting.EVERY_PIECE if isinstance(self._hook, PieceHook) else Reporting.LAST_PIECE
         arrays = [np.array(self._cuts, np.int64), *batch_arrays(self._batch)]
         with _speaking():
             message = np.concatenate(arrays).tobytes()
             for control in self._controls:
-                send(control, Kind.STEP, self._number, told, *map(len, arrays))
+                send(control, Kind.STEP, self._number, reporting, *map(len, arrays))
                 control.send_bytes(message)
-        if told:
+        if reporting:
             for control, layers in zip(self._controls, self._layers, strict=True):
                 for layer in layers:
                     self._hook.before_layer(layer)

@@ -28,7 +28,7 @@ from mooncake.model.decoder import Decoder
 from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
 from mooncake.model.pages import SharedMemory, pages_over
-from mooncake.model.parallel.ranks import batch_of, live_with_first, starting
+from mooncake.model.parallel.ranks import StepAbandoned, batch_of, live_with_first, starting
 from mooncake.precision import WeightFormat
 from mooncake.prefault import prefault_in_background
 from mooncake.types import KVLayout
@@ -58,7 +58,7 @@ class Kind(IntEnum):
     """The kind of a message: its first number. The second is the step's number."""
 
     FAILED = 0  # the reason, as data
-    STEP = 1  # which layers to report (Told), sizes of its arrays; the arrays, cuts first, as data
+    STEP = 1  # which layers to report (Reporting), sizes of its arrays; the arrays, cuts first, as data
     OPEN = 2  # a layer whose reused keys and values have been loaded
     ABANDON = 3
     PIECE = 4  # a piece that the previous stage has finished
@@ -68,7 +68,7 @@ class Kind(IntEnum):
     ABANDONED = 8
 
 
-class Told(IntEnum):
+class Reporting(IntEnum):
     """Which layers are reported to the first rank, and by which pieces; layers that are reported are also waited
     for."""
 
@@ -88,10 +88,6 @@ def send(connection: Connection, kind: Kind, *numbers: int) -> None:
 def receive(connection: Connection) -> tuple[Kind, list[int]]:
     kind, *numbers = np.frombuffer(connection.recv_bytes(), np.int64).tolist()
     return Kind(kind), numbers
-
-
-class Abandoned(Exception):
-    """The first rank has given up the rest of this step."""
 
 
 class Stage:
@@ -129,7 +125,7 @@ class Stage:
                 self._serve_step(*numbers)
 
     def open_up_to(self, layer: int) -> None:
-        """Return once ``layer`` may be read. Raises Abandoned."""
+        """Return once ``layer`` may be read. Raises StepAbandoned."""
         started_ns = time.monotonic_ns()
         while self._num_open <= layer:
             self._obey()
@@ -138,13 +134,13 @@ class Stage:
     def tell_layer(self, layer: int, num_tokens: int) -> None:
         send(self._control, Kind.LAYER, self._step, layer, num_tokens)
 
-    def _serve_step(self, step: int, told: int, *sizes: int) -> None:
+    def _serve_step(self, step: int, reporting: int, *sizes: int) -> None:
         everything = torch.frombuffer(bytearray(self._control.recv_bytes()), dtype=torch.int64)
         cuts, *arrays = torch.split(everything, list(sizes))
-        self._step, self._num_open = step, 0 if told else self._layers.stop
+        self._step, self._num_open = step, 0 if reporting else self._layers.stop
         try:
-            self._compute(batch_of(arrays), cuts.tolist(), Told(told))
-        except Abandoned:
+            self._compute(batch_of(arrays), cuts.tolist(), Reporting(reporting))
+        except StepAbandoned:
             send(self._control, Kind.ABANDONED, step)
         except (EOFError, OSError):
             raise
@@ -152,13 +148,13 @@ class Stage:
             send(self._control, Kind.FAILED, step)
             self._control.send_bytes(f"{type(error).__name__}: {error}".encode())
 
-    def _compute(self, batch: ForwardBatch, cuts: list[int], told: Told) -> None:
+    def _compute(self, batch: ForwardBatch, cuts: list[int], reporting: Reporting) -> None:
         times_ns = np.zeros((len(cuts) - 1, 3), np.int64)
         for piece, (begin, end) in enumerate(pairwise(cuts)):
             self._await_piece(piece)
             self._waited_ns = 0
-            tells = told is Told.EVERY_PIECE or end == cuts[-1]
-            hook = _Gate(self, end if tells else 0) if told else NoHook()
+            tells = reporting is Reporting.EVERY_PIECE or end == cuts[-1]
+            hook = _Gate(self, end if tells else 0) if reporting else NoHook()
             started_ns = time.monotonic_ns()
             logits = self._forward(batch.part(begin, end), begin, end, hook)
             times_ns[piece] = started_ns, time.monotonic_ns(), self._waited_ns
@@ -177,7 +173,7 @@ class Stage:
         return self._model.forward(piece, self._cache, hook, entering, leaving)
 
     def _await_piece(self, piece: int) -> None:
-        """Wait for the previous stage. Raises Abandoned, also without a previous stage."""
+        """Wait for the previous stage. Raises StepAbandoned, also without a previous stage."""
         while self._control.poll():
             self._obey()
         while self._before is not None:
@@ -191,7 +187,7 @@ class Stage:
         """Wait for a message of the first rank to this step."""
         kind, numbers = receive(self._control)
         if kind is Kind.ABANDON and numbers[0] == self._step:
-            raise Abandoned
+            raise StepAbandoned
         if kind is Kind.OPEN and numbers[0] == self._step:
             self._num_open = max(self._num_open, numbers[1] + 1)
 

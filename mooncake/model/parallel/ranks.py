@@ -44,6 +44,10 @@ _STOP = b"\0"  # what it is told at the end
 _FIELDS = ("tokens", "positions", "query_starts", "context_lens", "slots", "logit_rows")
 
 
+class StepAbandoned(Exception):
+    """By the first rank: not an error of this one."""
+
+
 class Workers:
     """The other ranks' processes. They are killed at the latest when this object is collected."""
 

@@ -27,6 +27,7 @@ from mooncake.model.load import load_part
 from mooncake.model.pages import Mappable, SharedMemory, pages_over
 from mooncake.model.parallel.ranks import (
     Group,
+    StepAbandoned,
     Workers,
     batch_arrays,
     batch_of,
@@ -245,10 +246,6 @@ class _FirstPass:
             self._group.signal(goes_on=goes_on)
 
 
-class _StepAbandoned(Exception):
-    """By the first rank. Not an error of this one."""
-
-
 class _OtherPass:
     """Another rank's hook: it waits for the first one's signals, if there are any in this step."""
 
@@ -258,7 +255,7 @@ class _OtherPass:
 
     def before_layer(self, layer: int) -> None:
         if self.wants_layers and not self._group.await_signal():
-            raise _StepAbandoned
+            raise StepAbandoned
 
     def after_layer(self, layer: int) -> None:
         pass
@@ -268,7 +265,7 @@ def _serve(group: Group, shard: Shard) -> NoReturn:
     while True:
         kind, arrays = group.receive()
         batch = batch_of(arrays)
-        with contextlib.suppress(_StepAbandoned):
+        with contextlib.suppress(StepAbandoned):
             shard.forward(batch, _OtherPass(group, wants_layers=kind == _STEP_BY_LAYERS))
             if not len(batch.logit_rows):
                 group.wait_for_all()
