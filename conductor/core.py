@@ -164,7 +164,7 @@ class Core:
             info = info_from_bytes(known.description)
             self.registry.register(info, self.clock())
         except MooncakeError as error:
-            log.warning("the directory's node %s is of no use: %s", known.node_id, error)
+            log.warning("the directory's entry of node %s cannot be used: %s", known.node_id, error)
             return
         self.registry.call_failed(info, self.clock())
         self._unheard.add(info.incarnation)

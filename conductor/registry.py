@@ -173,7 +173,7 @@ class Registry:
         self._refuse_replaced(info.node_id, info.incarnation)
         old = self._nodes.get(info.node_id)
         if old is None and len(self._nodes) >= MAX_NODES:
-            raise ConfigError(f"the cluster has its most nodes already ({MAX_NODES})")
+            raise ConfigError(f"the cluster already has as many nodes as it can ({MAX_NODES})")
         if old is not None and old.info.incarnation == info.incarnation:
             old.info, old.heard_at, old.suspect_until = info, now, 0.0
             self._move(old, NodeEvent.REGISTERED)
@@ -304,7 +304,7 @@ class Registry:
 
     def _refuse_replaced(self, node_id: str, incarnation: int) -> None:
         if incarnation in self._replaced.get(node_id, ()):
-            raise StaleEpoch(f"another process has registered as {node_id!r} since; this one is no longer part")
+            raise StaleEpoch(f"another process has registered as {node_id!r} since, and replaced this one")
 
     def check_same_cluster(self, info: NodeInfo) -> None:
         """Raises ConfigError when something differs that nodes must have in common."""

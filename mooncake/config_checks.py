@@ -154,7 +154,7 @@ def _check_choices(config: Config) -> None:
         raise ConfigError(f"model.generation_config must be {known}, got {config.model.generation_config!r}")
     json_object(config.model.generation_overrides, "model.generation_overrides")
     if "chat_template" in json_object(config.model.chat_template_kwargs, "model.chat_template_kwargs"):
-        raise ConfigError("model.chat_template_kwargs brings no chat template: model.chat_template does")
+        raise ConfigError("model.chat_template_kwargs cannot set the chat template: set model.chat_template")
     if unknown := set(config.transfer.transports) - {"shm", "rdma", "tcp"}:
         raise ConfigError(f"unknown transports {sorted(unknown)}; known: shm, rdma, tcp")
     if not config.transfer.transports:

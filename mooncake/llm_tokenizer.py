@@ -56,7 +56,7 @@ class LLMTokenizer:
         self.special_ids = sorted(tokenizer.special_ids)
 
     def __call__(self, *texts: object, **options: object) -> NoReturn:
-        raise TypeError("this tokenizer is not called: encode(text) gives the ids of one text")
+        raise TypeError("this tokenizer cannot be called: encode(text) gives the ids of one text")
 
     def __len__(self) -> int:
         return self.vocab_size

@@ -283,7 +283,7 @@ class ModelConfig:
         self._check("num_experts", 0, MAX_EXPERTS)
         self._check("max_model_len", 1, MAX_POSITIONS)
         if self.layer_heads and len(self.layer_heads) != self.num_layers:
-            raise ModelError(f"{len(self.layer_heads)} layers are told their heads, of {self.num_layers}")
+            raise ModelError(f"layer_heads has {len(self.layer_heads)} entries for {self.num_layers} layers")
         for num_kv_heads, head_dim in {(self.num_kv_heads, self.head_dim), *self.layer_heads}:
             if not 1 <= min(num_kv_heads, head_dim) <= max(num_kv_heads, head_dim) <= 1 << 24:
                 raise ModelError(f"a layer cannot have {num_kv_heads} KV heads of {head_dim}")
@@ -323,7 +323,7 @@ class ModelConfig:
 
     def _check_kv_sources(self) -> None:
         if self.kv_sources and len(self.kv_sources) != self.num_layers:
-            raise ModelError(f"{len(self.kv_sources)} layers are told whose KV they share, of {self.num_layers}")
+            raise ModelError(f"kv_sources has {len(self.kv_sources)} entries for {self.num_layers} layers")
         for layer, source in enumerate(self.kv_sources):
             if not 0 <= source <= layer:
                 raise ModelError(f"layer {layer} cannot share the KV of layer {source}: it is not an earlier one")

@@ -192,7 +192,7 @@ class SamplingParams:
         if len(guide.text) + len(guide.lead) > MAX_GUIDE_CHARS:
             raise InvalidRequest(f"a guide has at most {MAX_GUIDE_CHARS} characters", "guide")
         if self.ignore_eos or self.min_tokens:
-            raise InvalidRequest("a guide decides when the answer ends: no ignore_eos or min_tokens with it", "guide")
+            raise InvalidRequest("a guide decides when the answer ends: it excludes ignore_eos and min_tokens", "guide")
 
     def _check_beams(self, beams: BeamSearch) -> None:
         check_type("beam_search", beams, BeamSearch)

@@ -60,7 +60,7 @@ class HandoffSender:
         spans = self._groups.spans_behind(self._num_tokens, response.first_block, self._layout.block_tokens)
         self._pages = [page_number(group, index) for group, span in enumerate(spans) for index in span]
         if len(self._pages) != len(response.block_ids):
-            raise InternalError(f"{self.stream.name}: the decode node parts layers into other groups")
+            raise InternalError(f"{self.stream.name}: the decode node groups layers differently")
         slots = {
             page: (block_id, self._request.epoch)
             for page, block_id in zip(self._pages, response.block_ids, strict=True)

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from conductor.control.adapters import AdapterCatalogue, without
+from conductor.control.adapters import AdapterCatalogue, missing_nodes
 from conductor.registry import Registry
 from mooncake.adapters import CONFIG_FILE, Adapter, adapter_folder, open_adapter
 from mooncake.errors import DeadlineExceeded, InvalidRequest, ModelError, NodeUnavailable, NotFound, shown
@@ -59,7 +59,7 @@ class AdapterLoader:
         adapter = await asyncio.to_thread(_opened, name, path)
         load = self._catalogue.begin(adapter, in_place, time.time_ns())
         try:
-            while missing := (*self._waiting_for(), *without(load, self._registry.nodes())):
+            while missing := (*self._waiting_for(), *missing_nodes(load, self._registry.nodes())):
                 if not await self._change(until):
                     what = f"the adapter {shown(name)} was not loaded within {self._timeout_s:g} s"
                     raise DeadlineExceeded(f"{what}: it is missing on {', '.join(missing)}")
@@ -93,11 +93,11 @@ class AdapterLoader:
         for load in self._catalogue.unfinished():
             name = load.adapter.name
             try:
-                if self._waiting_for() or without(load, self._registry.nodes()):
+                if self._waiting_for() or missing_nodes(load, self._registry.nodes()):
                     continue
             except InvalidRequest as error:
                 self._catalogue.give_up(load)
-                log.warning("the adapter %s, which an earlier conductor began to load, is not: %s", name, error.message)
+                log.warning("the adapter %s, which an earlier conductor began to load, failed: %s", name, error.message)
             else:
                 self._catalogue.serve(load)
                 log.info("the adapter %s is served, from %s: its load is finished", name, load.adapter.path)

@@ -146,7 +146,7 @@ class Merger:
 
 def _empty(role: str) -> OutOfMemory:
     """gRPC sends an empty message where it has no memory for the bytes of one, and goes on."""
-    return OutOfMemory(f"the {role} node sent an empty message: it had perhaps no memory to write it")
+    return OutOfMemory(f"the {role} node sent an empty message: it may have run out of memory")
 
 
 def _finish_reason(text: str) -> FinishReason:

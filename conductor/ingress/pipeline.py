@@ -108,7 +108,7 @@ class Pipeline:
         scores = tokens * (1 + max((request.sampling.prompt_logprobs or 0 for request in requests), default=0))
         if scores > MAX_SCORES:
             what = f"the log-probabilities of prompts, told for each choice and with alternatives, are {scores}"
-            raise InvalidRequest(f"{what}: at most {MAX_SCORES} are told at once", "prompt_logprobs")
+            raise InvalidRequest(f"{what}: at most {MAX_SCORES} can be returned at once", "prompt_logprobs")
 
     def job(
         self,

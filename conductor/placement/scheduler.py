@@ -183,7 +183,7 @@ def _check_some(role: str, nodes: tuple[NodeInfo, ...], ok: Bools | None) -> Non
     if not nodes:
         raise NodeUnavailable(f"no {role} node is available")
     if ok is not None and not ok.any():
-        raise NodeUnavailable(f"no {role} node is left for this request: each has failed it, or has not its adapter")
+        raise NodeUnavailable(f"no {role} node is left for this request: each has failed it, or lacks its adapter")
 
 
 def check_time(placement: Placement, budget_ms: float) -> None:

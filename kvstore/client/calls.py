@@ -265,4 +265,4 @@ def check_whole(answers: Sized, asked: Sized) -> None:
     """Raises OutOfMemory when not everything is answered: gRPC sends an empty message where it has no memory for the
     bytes of one."""
     if len(answers) != len(asked):
-        raise OutOfMemory("the store sent an empty answer: it had perhaps no memory to write it")
+        raise OutOfMemory("the store sent an empty answer: it may have run out of memory")

@@ -284,7 +284,7 @@ class RedisDirectory:
     def _fail_strangely(self, error: Exception) -> None:
         """A bug, or what answers is no Redis."""
         if not self._trouble:
-            log.error("what answers as Redis is not understood", exc_info=error)
+            log.error("the answer of Redis is not understood", exc_info=error)
         self._fail(error)
 
     def _forget_written(self) -> None:

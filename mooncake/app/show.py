@@ -51,7 +51,7 @@ def show_status(address: str, as_json: bool) -> None:
     if status.index_dropped_blocks:
         out.print(
             f"[yellow]the prefix index was full[/] and lacks {amount(status.index_dropped_blocks, 'block')} that nodes "
-            "stored: prompts with them are computed anew. Larger blocks (block.tokens) are fewer"
+            "stored: prompts with them are computed again. With larger blocks (block.tokens) there are fewer"
         )
 
 

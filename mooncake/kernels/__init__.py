@@ -137,6 +137,6 @@ def warn_of_unused_units(kernels: CpuKernels) -> None:
     bfloat16 is slow."""
     if "amx_bf16" in cpu_features() and not kernels.has_matrix_unit:
         log.warning(
-            "the processor's matrix unit (AMX) is not used, and prompts in bfloat16 take longer for it: "
+            "the processor's matrix unit (AMX) is not used, so prompts in bfloat16 take longer: "
             "the compiler does not know it, or the system does not let this process have it"
         )

@@ -275,7 +275,7 @@ def check_arrived(content: object) -> None:
     """Raises OutOfMemory for a message without the content that each of its kind has: where gRPC has no memory for
     the bytes of a message, it sends none of them and says nothing. The sender may be lucky with another try or node."""
     if not content:
-        raise OutOfMemory("an empty message came: who sent it had perhaps no memory to write it")
+        raise OutOfMemory("an empty message came: its sender may have run out of memory")
 
 
 def remaining_s(context: Any, most_s: float) -> float:

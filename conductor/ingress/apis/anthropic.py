@@ -71,7 +71,7 @@ VERSION_HEADER = "anthropic-version"
 
 
 class NoThreads(InvalidRequest):
-    """Told so that its clients send the whole conversation instead, which their loops over tools do by themselves."""
+    """Clients that get this send the whole conversation instead; their loops over tools do so by themselves."""
 
 
 class MessagesApi:
@@ -265,7 +265,7 @@ def check(body: MessagesRequest) -> None:
     if body.compaction is not None:
         raise InvalidRequest("conversations are not summarized here", "compaction")
     if body.max_tokens is None or body.max_tokens < 1:
-        raise InvalidRequest("a message says how many tokens its answer may have, at least 1", "max_tokens")
+        raise InvalidRequest("max_tokens must be given, and be at least 1", "max_tokens")
 
 
 def _thinking_budget(body: MessagesRequest, can_limit: bool) -> int | None:

@@ -108,7 +108,7 @@ class Intake:
             guide = sampling.guide
         if tools is not None and (call_guide := tools.guide()) is not None:
             if guide is not None:
-                raise InvalidRequest("a tool must be called: no other guide with it", "tool_choice")
+                raise InvalidRequest("a tool must be called: no other guide may be given", "tool_choice")
             guide = call_guide
         if guide is not None:
             with guide_named("tools" if sampling.guide is None else fields.guide_field):

@@ -22,7 +22,7 @@ def check_completion(body: CompletionRequest) -> None:
     if body.prompt is None:
         raise InvalidRequest("a completion needs a prompt", "prompt")
     if body.thinking_token_budget not in (None, -1):
-        raise InvalidRequest("a completion's reasoning is not told apart: ask for a chat", "thinking_token_budget")
+        raise InvalidRequest("reasoning is only recognised in chats, not in completions", "thinking_token_budget")
     check_answer(body)
 
 

@@ -294,7 +294,7 @@ def check(body: ResponsesRequest) -> None:
     for name in _NOT_OURS:
         if getattr(body, name) is not None:
             hint = f"; {meant} is meant" if (meant := _MEANT.get(name)) else ""
-            raise InvalidRequest(f"{name} is no field of a response{hint}", name)
+            raise InvalidRequest(f"{name} is not a field of a response{hint}", name)
     for name in ("previous_response_id", "conversation"):
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name}: nothing is stored here, send the conversation so far as input", name)

@@ -145,7 +145,7 @@ def chosen_variables(
     """
     if template is not None or (named or {}).get("chat_template") is not None:
         raise InvalidRequest(
-            "a request brings no chat template: this server renders its own, which only `mooncake serve "
+            "a request cannot set the chat template: this server renders its own, which only `mooncake serve "
             "--chat-template` (model.chat_template) changes",
             "chat_template",
         )

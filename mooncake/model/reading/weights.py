@@ -134,7 +134,7 @@ def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Weig
                 os.utime(path)
                 return weights
         except (ModelError, OSError) as error:
-            log.warning("the cached weights %s are of no use: %s", path, error)
+            log.warning("the cached weights %s cannot be used: %s", path, error)
     shapes = weight_shapes(checkpoint.config)
     from_file = WeightsOnDemand(shapes, gguf_weights(checkpoint.file, checkpoint.config, shapes, dtype).__getitem__)
     num_bytes = dtype.itemsize * sum(math.prod(shape) for shape in shapes.values())
