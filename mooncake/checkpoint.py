@@ -218,7 +218,7 @@ class HFCheckpoint(Checkpoint):
     Weights may be quantised (``mooncake.quantised``).
     """
 
-    def __init__(self, path: Path, max_model_len: int = 0) -> None:
+    def __init__(self, path: Path, max_model_len: int) -> None:
         self.path = path
         self.name = path.resolve().name
         settings = Settings(read_json(path / "config.json", "an HF folder needs one"), str(path / "config.json"))
@@ -327,7 +327,7 @@ def _hf_config(
     settings: Settings,
     eos_ids: tuple[int, ...],
     shapes: Mapping[str, tuple[int, ...]],
-    spare: Collection[str] = (),
+    spare: Collection[str],
 ) -> ModelConfig:
     """``spare`` weights may be present although the model does not need them."""
     family = _family_of(settings)
@@ -370,7 +370,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def _check_shapes(
-    config: ModelConfig, found: Mapping[str, tuple[int, ...]], source: str, spare: Collection[str] = ()
+    config: ModelConfig, found: Mapping[str, tuple[int, ...]], source: str, spare: Collection[str]
 ) -> None:
     """Checks names and shapes; an additional weight is an error, because it means a different architecture."""
     needed = weight_shapes(config)

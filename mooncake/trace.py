@@ -81,7 +81,7 @@ def load_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
     return requests
 
 
-def load_azure(path: Path, limit: int | None = None) -> list[TraceRequest]:
+def load_azure(path: Path, limit: int | None) -> list[TraceRequest]:
     """The first ``limit`` requests (or all) of an Azure LLM inference trace (CSV, plain, .gz or .xz), by time.
 
     It has no prefix information, so every block gets a different id. Raises InvalidRequest with the file and line.
@@ -180,7 +180,7 @@ class ResampledTrace(Sequence[TraceRequest]):
     The load grows with the number of copies. Requests are created on access.
     """
 
-    def __init__(self, trace: Sequence[TraceRequest], num_requests: int, seed: int = 0) -> None:
+    def __init__(self, trace: Sequence[TraceRequest], num_requests: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
         size = len(trace)
         copies = _ceil_div(num_requests, size)

@@ -64,9 +64,7 @@ class AdmissionQueue:
     def num_waiting(self) -> int:
         return len(self._queue)
 
-    async def admit(
-        self, facts: RequestFacts, max_tokens: int, deadline: float, tenant: str = "", band: Band = Band.NORMAL
-    ) -> None:
+    async def admit(self, facts: RequestFacts, max_tokens: int, deadline: float, tenant: str, band: Band) -> None:
         """Return when the request may proceed.
 
         Raises Overloaded with a retry time, DeadlineExceeded when its time runs out in the queue, or NodeUnavailable.

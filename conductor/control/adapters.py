@@ -37,7 +37,7 @@ class _Wanted:
 class AdapterCatalogue:
     """One owner."""
 
-    def __init__(self, taken: Iterable[str] = (), most: int = 0) -> None:
+    def __init__(self, taken: Iterable[str], most: int = 0) -> None:
         """``taken`` are the names of the model and of its configured adapters; ``most`` may be loaded beside them."""
         self._taken = frozenset(taken)
         self._most = most

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import random
 import secrets
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -54,7 +53,7 @@ class HealthMonitor:
         costs: CostModel,
         channels: Channels,
         is_idle: Callable[[NodeInfo], bool],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._section = section
         self._registry = registry

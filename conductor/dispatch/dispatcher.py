@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -76,7 +75,7 @@ class Dispatcher:
         incarnation: int,
         lacking: NodesLacking,
         on_checksum_error: Callable[[Iterable[NodeInfo]], None],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         """``on_checksum_error`` is called with the nodes between which bytes were corrupted."""
         self._limits = config.conductor

@@ -8,7 +8,6 @@ stranger who could join the cluster would be sent what its users say.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -36,7 +35,7 @@ class KeyMiddleware:
     """Answers 401 in place of ``app`` unless the request has a key or its path is open. ``worded`` are path prefixes
     with their own form of refusal."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, worded: Mapping[str, Refused] = MappingProxyType({})) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, worded: Mapping[str, Refused]) -> None:
         self._app = app
         self._keys = keys
         self._worded = worded

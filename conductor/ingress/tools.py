@@ -163,7 +163,7 @@ def _allowed(tools: Sequence[Tool], allowed: Sequence[AllowedTool]) -> list[Tool
     return [tool for tool in tools if tool.function.name in names]
 
 
-def _form_of_call(function: Function, place: str = "") -> dict[str, object]:
+def _form_of_call(function: Function, place: str) -> dict[str, object]:
     """The schema of a call, for use at ``place`` within a schema."""
     return {
         "type": "object",

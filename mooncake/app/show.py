@@ -117,7 +117,7 @@ def _link_table(links: list[tuple[str, pb.TransportStatus]]) -> Table:
     return table
 
 
-def show_config(path: Path | None, overrides: list[str], origin: bool, as_json: bool, as_toml: bool = False) -> None:
+def show_config(path: Path | None, overrides: list[str], origin: bool, as_json: bool, as_toml: bool) -> None:
     rows = settings(path, overrides)
     if as_toml:
         sys.stdout.write(toml_text(rows))

@@ -16,7 +16,7 @@ from mooncake.engine.blend import reuse_of
 from mooncake.engine.cache.block_tables import BlockTables
 from mooncake.engine.step_plan import StepEntry
 from mooncake.model.batch import ForwardBatch, Pages
-from mooncake.page_groups import UNIFORM, PageGroups
+from mooncake.page_groups import PageGroups
 
 
 class _DecodeBatch:
@@ -51,7 +51,7 @@ class _DecodeBatch:
 class BatchBuilder:
     """A batch is valid until the next one is built."""
 
-    def __init__(self, tables: BlockTables, block_tokens: int, groups: PageGroups = UNIFORM) -> None:
+    def __init__(self, tables: BlockTables, block_tokens: int, groups: PageGroups) -> None:
         self._tables = tables
         self._num_groups = groups.num_groups
         self._places = torch.tensor(groups.places, dtype=torch.int32) if groups.num_groups > 1 else None

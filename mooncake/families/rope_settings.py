@@ -123,10 +123,10 @@ def yarn_scaling(
     source: str,
     factor: float,
     trained_len: float,
-    beta_fast: float = 32.0,
-    beta_slow: float = 1.0,
-    truncate: bool = True,
-    attention_factor: float | None = None,
+    beta_fast: float,
+    beta_slow: float,
+    truncate: bool,
+    attention_factor: float | None,
 ) -> Scaling:
     """YaRN (Peng et al. 2023), with its attention temperature as a factor on the rotations.
 

@@ -58,7 +58,7 @@ class Source:
     layer: int = 0  # of what is "listed"
     is_tiled: bool = False  # the first value head of all key heads, then the second, …; and not head by head (Qwen3.5)
 
-    def stored_shape(self, shape: tuple[int, ...], config: ModelConfig, which: int = 0) -> tuple[int, ...]:
+    def stored_shape(self, shape: tuple[int, ...], config: ModelConfig, which: int) -> tuple[int, ...]:
         """That of the tensor ``which``, for a weight of this ``shape``."""
         if self.form == "absorbed":
             assert config.latent is not None

@@ -121,7 +121,7 @@ class W8A8Linear(Linear):
 class GroupedLinear(Linear):
     """``GroupedCodes`` that meet codes, up to the rounding of sums."""
 
-    def __init__(self, weight: GroupedCodes, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: GroupedCodes, bias: torch.Tensor | None) -> None:
         super().__init__(weight.weights(), None if bias is None else bias.float())
         self._group = weight.group
 

@@ -105,8 +105,8 @@ class CpuDecoder:
         layers: Iterable[LayerWeights],
         tables: Sequence[Tables],
         kernels: CpuKernels,
-        coding: Coding = "",
-        kept: Sequence[int] = (),
+        coding: Coding,
+        kept: Sequence[int],
     ) -> None:
         """``places`` are the indices of ``layers`` in the model: all, or a stage's. ``tables`` are those of every layer
         of the model. Raises ModelError when a weight is missing."""

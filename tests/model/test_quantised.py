@@ -300,7 +300,7 @@ def test_words_of_the_formats_own_tools() -> None:
         [[first, _, one, *_]] = dequantised(experts, stored, torch.float32).mT.squeeze(0).tolist()
         assert (first, one) == (0.0, value)
     stored["scales"] = torch.tensor([[[255]]], dtype=torch.uint8)
-    with pytest.raises(ModelError, match="scales has a scale of 255, which mxfp4 keeps for what is no number"):
+    with pytest.raises(ModelError, match="scales has a scale of 255, which means NaN in mxfp4"):
         dequantised(experts, stored, torch.float32)
     assert known((8, 1), "awq", 4, 0xFDB9ECA8, 0x86427531) == [[code + 8 - (code + 1)] for code in range(8)]
 

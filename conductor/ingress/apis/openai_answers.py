@@ -30,7 +30,7 @@ class UsageBody(msgspec.Struct, frozen=True):
 
 
 def usage_body(
-    prompt_tokens: int, completion_tokens: int, cached_tokens: int, blended_tokens: int = 0, reasoning_tokens: int = 0
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, blended_tokens: int, reasoning_tokens: int
 ) -> UsageBody:
     details = PromptTokensDetails(cached_tokens, blended_tokens=blended_tokens or UNSET)
     written = CompletionTokensDetails(reasoning_tokens)

@@ -143,9 +143,7 @@ class ChoiceWriter(ABC):
 class ChatWriter(ChoiceWriter):
     """``has_reasoning``: whether the model does; ``sends_reasoning``: whether the client wants to read it."""
 
-    def __init__(
-        self, index: int, details: TokenDetails, has_reasoning: bool = False, sends_reasoning: bool = True
-    ) -> None:
+    def __init__(self, index: int, details: TokenDetails, has_reasoning: bool, sends_reasoning: bool) -> None:
         super().__init__(index, details)
         self._has_reasoning = has_reasoning
         self._sends_reasoning = sends_reasoning

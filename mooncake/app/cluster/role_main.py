@@ -87,7 +87,7 @@ def run_async(main: Coroutine[object, object, T]) -> T:
         return runner.run(main)
 
 
-def set_up_logging(node_id: str, level: str = "INFO") -> None:
+def set_up_logging(node_id: str, level: str) -> None:
     """Log to stderr, one line per message: time, level, node, logger, text."""
     handler = logging.StreamHandler()
     handler.setFormatter(_OneLine(f"%(asctime)s %(levelname)-7s {node_id} %(name)s: %(message)s"))

@@ -24,7 +24,7 @@ from mooncake.engine.cache.sequence_blocks import NEVER, SequenceBlocks
 from mooncake.engine.cache.swap import Swapped, SwapSpace
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import extend_chain
-from mooncake.page_groups import UNIFORM, PageGroups, page_key
+from mooncake.page_groups import PageGroups, page_key
 from mooncake.types import BlockKey
 
 Copies = list[tuple[int, int]]
@@ -43,9 +43,9 @@ class BlockManager:
         max_sequences: int,
         max_model_len: int,
         num_places: int,
-        groups: PageGroups = UNIFORM,
-        max_step_tokens: int = 1,
-        shares_parts: bool = True,
+        groups: PageGroups,
+        max_step_tokens: int,
+        shares_parts: bool,
     ) -> None:
         """``max_step_tokens``: maximum tokens of one sequence in a step; ``shares_parts``: whether sequences share the
         beginnings of blocks. (Those with states never do: states are kept at the ends of blocks.)"""

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class BlockTables:
-    def __init__(self, num_rows: int, num_columns: int, num_groups: int = 1) -> None:
+    def __init__(self, num_rows: int, num_columns: int, num_groups: int) -> None:
         self.of_groups = [np.zeros((num_rows, num_columns), np.int32) for _ in range(num_groups)]
         self.ids = self.of_groups[0]
         self.num_changes = 0

@@ -76,7 +76,7 @@ class NemotronH(MambaDecoder[list[_Part]]):
             for name in (names.up, names.down)
         )
         return _Mixture(
-            # in float32, as published: what is nearly as good is nearly always another expert
+            # in float32, as published: rounded, nearly equal scores would choose other experts
             router=self.kernels.linear(self.weight(f"{prefix}{names.router}.weight").float()),
             choice_bias=self.vector(prefix + names.choice_bias).float(),
             into=self.linear(prefix + "mixer.fc1_latent_proj") if mamba.latent_size else None,

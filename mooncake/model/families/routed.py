@@ -45,7 +45,7 @@ class RoutedDecoder(GatedDecoder[Layer]):
         if routing is None or router not in self._weights:
             return self._take_gated(f"{prefix}{names.dense}.")
         return Mixture(
-            # in float32, as published: what is nearly as good is nearly always another expert
+            # in float32, as published: rounded, nearly equal scores would choose other experts
             router=self.kernels.linear(self.weight(router).float()),
             choice_bias=self.vector(bias).float().flatten() if routing.has_choice_bias else None,
             experts=self.take_experts(prefix),

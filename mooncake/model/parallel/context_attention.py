@@ -92,8 +92,8 @@ class ContextAttention:
         config: ModelConfig,
         shape: Shape,
         own: Rows,
-        method: Method | None = None,
-        home: Home | None = None,
+        method: Method | None,
+        home: Home | None,
     ) -> None:
         """``method`` None: the plan chooses; layers that need whole contexts always go by heads. ``home``: only on the
         first rank."""

@@ -89,8 +89,8 @@ class TensorParallelModel:
         memory: Mappable,
         layout: KVLayout,
         num_blocks: int,
-        max_model_len: int = 0,
-        threads: int = 0,
+        max_model_len: int,
+        threads: int,
     ) -> None:
         """``model`` and ``max_model_len`` as for ``open_checkpoint``; ``memory`` has ``num_blocks`` blocks of
         ``layout``. Each rank has ``threads`` threads (0: its share of torch's).

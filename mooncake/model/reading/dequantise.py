@@ -12,14 +12,14 @@ import torch
 from mooncake.errors import ModelError
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.kernels.reference import Codes
+from mooncake.model.reading.gguf_codes import FLOAT4, NOT_A_POWER
 from mooncake.precision import Coding
 from mooncake.quantised import CodedWeight
 
 Tensors = Mapping[str, torch.Tensor]
 
-_FLOAT4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])  # values of E2M1 codes
+_FLOAT4 = torch.from_numpy(FLOAT4)
 _FLOAT4_PAIRS = torch.stack((_FLOAT4.repeat(16), _FLOAT4.repeat_interleave(16)), -1)  # for each byte, low bits first
-_NOT_A_POWER = 255  # the exponent that means NaN (OCP MX 1.0, E8M0)
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # position in its word of each of eight outputs
 
 
@@ -94,8 +94,8 @@ def experts_as_groups(weight: CodedWeight, tensors: Tensors, dtype: torch.dtype)
 def _exponents(weight: CodedWeight, tensors: Tensors) -> torch.Tensor:
     """Of the scales of an mxfp4 weight, plus 127."""
     exponents = tensors[weight.scales]
-    if bool((exponents == _NOT_A_POWER).any()):
-        raise ModelError(f"{weight.scales} has a scale of {_NOT_A_POWER}, which mxfp4 keeps for what is no number")
+    if bool((exponents == NOT_A_POWER).any()):
+        raise ModelError(f"{weight.scales} has a scale of {NOT_A_POWER}, which means NaN in mxfp4")
     return exponents
 
 

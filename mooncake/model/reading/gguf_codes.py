@@ -21,8 +21,8 @@ Bytes = npt.NDArray[np.uint8]  # [blocks, bytes of a block]
 Floats = npt.NDArray[np.float32]
 
 _NIBBLES = np.arange(16, dtype=np.float32)
-_FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # of E2M1 codes
-_NOT_A_POWER = 255  # the exponent that means NaN
+FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)  # values of E2M1 codes
+NOT_A_POWER = 255  # the exponent that means NaN (OCP MX 1.0, E8M0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,9 @@ def _q6_k(raw: Bytes) -> _Blocks:
 
 def _mxfp4(raw: Bytes) -> _Blocks:
     """Powers of two times E2M1 codes (OCP MX 1.0)."""
-    if (raw[:, 0] == _NOT_A_POWER).any():
-        raise ModelError(f"a weight has an mxfp4 scale of {_NOT_A_POWER}, which stands for what is no number")
-    return _Blocks(_nibbles(raw[:, 1:]), np.ldexp(np.float32(1), raw[:, :1].astype(np.int32) - 127), levels=_FLOAT4)
+    if (raw[:, 0] == NOT_A_POWER).any():
+        raise ModelError(f"a weight has an mxfp4 scale of {NOT_A_POWER}, which means NaN")
+    return _Blocks(_nibbles(raw[:, 1:]), np.ldexp(np.float32(1), raw[:, :1].astype(np.int32) - 127), levels=FLOAT4)
 
 
 _READERS: dict[str, tuple[Callable[[Bytes], _Blocks], int]] = {
