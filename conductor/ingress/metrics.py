@@ -155,7 +155,7 @@ class Metrics:
 
 
 class _Together(Collector):
-    """One page: OpenMetrics marks its end."""
+    """Several collectors as one: OpenMetrics marks the end of a page, so it is written at once."""
 
     def __init__(self, *parts: Collector) -> None:
         self._parts = parts

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -106,47 +107,60 @@ def measure(
     precision = resolve_precision(given.dtype, given.kv_dtype, given.weights, stored=checkpoint.coding)
     engine = OwnEngine(checkpoint, precision, threads, settings, KV_GB)
     engine.run([[5] * 8], 2)
-    rng = np.random.default_rng(0)
+    grid = _Grid(engine, checkpoint.config.vocab_size, reps, shown)
+    grid.measure_prefills(max_tokens)
+    grid.measure_decodes()
+    grid.measure_copies()
+    return grid.costs, [Point(point.what, point.measured_ms, fitted()) for point, fitted in grid.points]
 
-    def prompt(tokens: int) -> list[int]:
-        return [int(token) for token in rng.integers(5, checkpoint.config.vocab_size, tokens)]
 
-    costs, points = CostModel(), list[tuple[Point, Callable[[], float]]]()
-    for prefix in PREFIX_TOKENS:
-        for tokens in (size for size in PREFILL_TOKENS if size <= max_tokens):
-            tell(shown, f"prefill of {tokens} tokens behind {prefix}")
-            known = prompt(prefix)
-            if prefix:
-                engine.run([known], 1)
-            times = [engine.run([known + prompt(tokens)], 1) for _ in range(reps)]
-            ms = 1e3 * min(times)
-            costs.observe_prefill(ALL_NODES, tokens, prefix, ms)
-            points.append(
-                (
-                    Point(f"prefill {tokens} behind {prefix}", ms),
-                    lambda t=tokens, p=prefix: costs.prefill(ALL_NODES).ms(t, p),  # type: ignore[misc]
-                )
-            )
-    for context in CONTEXTS:
-        prompts = [prompt(context) for _ in range(max(BATCHES))]
-        for batch in BATCHES:
-            tell(shown, f"decode of {batch} sequences of {context} tokens")
-            engine.run(prompts[:batch], DECODE_STEPS)  # the shorter batches' prompts are cached
-            steps = [1e3 * step.step_s for step in engine.decode_steps(batch)]
-            if not steps:
-                continue
-            ms, total = min(steps), batch * (context + DECODE_STEPS // 2)
-            costs.observe_decode(ALL_NODES, batch, total, ms)
-            points.append(
-                (
-                    Point(f"decode {batch} x {context}", ms),
-                    lambda b=batch, t=total: costs.decode(ALL_NODES).ms(b, t),  # type: ignore[misc]
-                )
-            )
-    tell(shown, "copying")
-    for size in COPY_BYTES:
-        costs.observe_transfer(ALL_NODES, "", size, max(1e3 * _copy_s(size, reps), 1e-6))
-    return costs, [Point(point.what, point.measured_ms, fitted()) for point, fitted in points]
+class _Grid:
+    """Measurements of one engine. ``costs`` is fitted to them; ``points`` has each, and what the fit makes of it."""
+
+    def __init__(self, engine: OwnEngine, vocab_size: int, reps: int, shown: Progress) -> None:
+        self.costs = CostModel()
+        self.points: list[tuple[Point, Callable[[], float]]] = []
+        self._engine, self._vocab_size, self._reps, self._shown = engine, vocab_size, reps, shown
+        self._rng = np.random.default_rng(0)
+
+    def measure_prefills(self, max_tokens: int) -> None:
+        for prefix in PREFIX_TOKENS:
+            for tokens in (size for size in PREFILL_TOKENS if size <= max_tokens):
+                tell(self._shown, f"prefill of {tokens} tokens behind {prefix}")
+                known = self._prompt(prefix)
+                if prefix:
+                    self._engine.run([known], 1)
+                ms = 1e3 * min(self._engine.run([known + self._prompt(tokens)], 1) for _ in range(self._reps))
+                self.costs.observe_prefill(ALL_NODES, tokens, prefix, ms)
+                point = Point(f"prefill {tokens} behind {prefix}", ms)
+                self.points.append((point, partial(self._prefill_ms, tokens, prefix)))
+
+    def measure_decodes(self) -> None:
+        for context in CONTEXTS:
+            prompts = [self._prompt(context) for _ in range(max(BATCHES))]
+            for batch in BATCHES:
+                tell(self._shown, f"decode of {batch} sequences of {context} tokens")
+                self._engine.run(prompts[:batch], DECODE_STEPS)  # the shorter batches' prompts are cached
+                steps = [1e3 * step.step_s for step in self._engine.decode_steps(batch)]
+                if not steps:
+                    continue
+                ms, total = min(steps), batch * (context + DECODE_STEPS // 2)
+                self.costs.observe_decode(ALL_NODES, batch, total, ms)
+                self.points.append((Point(f"decode {batch} x {context}", ms), partial(self._decode_ms, batch, total)))
+
+    def measure_copies(self) -> None:
+        tell(self._shown, "copying")
+        for size in COPY_BYTES:
+            self.costs.observe_transfer(ALL_NODES, "", size, max(1e3 * _copy_s(size, self._reps), 1e-6))
+
+    def _prompt(self, tokens: int) -> list[int]:
+        return [int(token) for token in self._rng.integers(5, self._vocab_size, tokens)]
+
+    def _prefill_ms(self, tokens: int, prefix: int) -> float:
+        return self.costs.prefill(ALL_NODES).ms(tokens, prefix)
+
+    def _decode_ms(self, batch: int, total: int) -> float:
+        return self.costs.decode(ALL_NODES).ms(batch, total)
 
 
 def show(points: list[Point], typical: float) -> None:
