@@ -157,7 +157,7 @@ def test_the_scores_of_as_long_a_prompt_as_is_taken_fit_into_a_message(num_top: 
         BlockEvent, st.booleans(), st.binary(min_size=32, max_size=32).map(BlockKey), st.binary(max_size=32)
     )
 )
-def test_events_arrive(event: BlockEvent) -> None:
+def test_events_arrive_as_they_were_sent(event: BlockEvent) -> None:
     assert event_from_wire(pb.BlockEvent.FromString(event_to_wire(event).SerializeToString())) == event
 
 
@@ -165,7 +165,7 @@ text = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 @given(address=st.builds(SegmentAddress, text, u64, text, text, text, u32, u32))
-def test_addresses_of_segments_arrive(address: SegmentAddress) -> None:
+def test_addresses_of_segments_arrive_as_they_were_sent(address: SegmentAddress) -> None:
     assert segment_from_wire(pb.SegmentAddress.FromString(segment_to_wire(address).SerializeToString())) == address
 
 
@@ -177,7 +177,7 @@ doubles = st.floats(allow_nan=False)
         PrefillReport, u32, u32, u32, u64, u64, text, st.builds(Timings, doubles, doubles, doubles, doubles, doubles)
     )
 )
-def test_reports_arrive(report: PrefillReport) -> None:
+def test_reports_arrive_as_they_were_sent(report: PrefillReport) -> None:
     assert report_from_wire(pb.PrefillReport.FromString(report_to_wire(report).SerializeToString())) == report
 
 

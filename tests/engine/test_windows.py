@@ -14,7 +14,6 @@ from mooncake.sampling import SamplingParams
 from tests.engine.hash_model import BLOCK, answers, hash_sequence, random_life, random_prompt, run_all
 from tests.engine.windowed_model import HYBRID, LOCAL, true_answer, windowed_engine
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 WINDOW = 6
 
 

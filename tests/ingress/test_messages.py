@@ -115,7 +115,7 @@ async def test_calls_and_their_results_come_back(front):
     assert f"<tool>12{{'tool_call_id': '{call_id}'}}<user>And?<assistant>" in prompt
 
 
-async def test_why_an_answer_ended(front):
+async def test_the_stop_reason_says_why_an_answer_ended(front):
     cut = (await ask(front, max_tokens=5)).json()
     assert (cut["stop_reason"], cut["content"][0]["text"]) == ("max_tokens", "Hello")
     stopped = (await ask(front, stop_sequences=["wör"])).json()

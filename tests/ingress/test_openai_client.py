@@ -501,7 +501,7 @@ async def test_leaving_an_answer_with_three_choices_closes_all(front, client):
     await front.script.until_closed()
 
 
-async def test_thirty_two_at_once(front, client):
+async def test_thirty_two_requests_at_once_get_whole_answers(front, client):
     front.script.delay_s = 0.005
 
     async def ask(number):

@@ -181,7 +181,7 @@ def test_mistral_calls_as_a_list_or_each_behind_its_tag(text, told):
         ("<|tool_call|>none<|/tool_call|>", ["<|tool_call|>none<|/tool_call|>"]),
     ],
 )
-def test_granite_s_and_phi_s_calls(text, told):
+def test_granite_s_and_phi_s_calls_are_parsed_wherever_the_text_is_cut(text, told):
     for pieces in in_three(text):
         assert parsed(JsonCallParser(form=GRANITE), pieces) == told
 
@@ -206,7 +206,7 @@ KIMI_CALLS = kimi("functions.f:0", ' {"x": 1}') + kimi("functions.g:1", "{}")
         ("a <|tool_calls_section", ["a <|tool_calls_section"]),
     ],
 )
-def test_kimi_s_calls(text, told):
+def test_kimi_s_calls_are_parsed_wherever_the_text_is_cut(text, told):
     for pieces in in_three(text):
         assert parsed(JsonCallParser(form=KIMI), pieces) == told
 
@@ -236,7 +236,7 @@ V31 = deepseek('f<｜tool▁sep｜>{"x": 1}') + deepseek("g<｜tool▁sep｜>{}"
 
 
 @pytest.mark.parametrize("calls", [V3, V31], ids=["V3", "V3.1"])
-def test_deepseek_s_calls(calls):
+def test_deepseek_s_calls_are_parsed_wherever_the_text_is_cut(calls):
     for pieces in in_three(f"So.<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>"):
         assert parsed(JsonCallParser(form=DEEPSEEK), pieces) == ["So.", ("f", '{"x": 1}'), ("g", "{}")]
     assert parsed(JsonCallParser(form=DEEPSEEK), [deepseek("none")]) == [deepseek("none")]
@@ -262,7 +262,6 @@ SCHEMAS = {
         }
     }
 }
-CODE = '  if a < b:\n\n</p> "'
 F, END = "<tool_call>\n<function=f>\n", "</function>\n</tool_call>"
 
 

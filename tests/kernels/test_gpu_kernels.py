@@ -303,7 +303,7 @@ def test_a_token_without_a_slot_leaves_the_cache_alone(kernels: GpuKernels) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_and_silu(kernels: GpuKernels, dtype: torch.dtype) -> None:
+def test_norms_and_silu_equal_the_reference(kernels: GpuKernels, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(2)
     hidden, update = (torch.randn(5, 72, generator=generator).to(dtype).to(DEVICE) for _ in range(2))
     weight = torch.rand(72, generator=generator).to(dtype).to(DEVICE)

@@ -75,7 +75,7 @@ def test_prompts_of_any_lengths_beside_answers(rule: type[Layer]) -> None:
 @pytest.mark.parametrize(
     "shape", [{"key_dim": 40, "value_dim": 80, "num_taps": 2}, {"key_dim": 6, "value_dim": 10, "key_heads": 1}]
 )
-def test_heads_of_any_sizes(shape: dict[str, int], rule: type[Layer]) -> None:
+def test_heads_of_any_sizes_give_the_states_of_the_reference(shape: dict[str, int], rule: type[Layer]) -> None:
     runs = runs_over((1, NO_PAGE, 0), (CHUNK_TOKENS + 9, 1, 1), (9, NO_PAGE, 2))
     compare(rule(int(runs.starts[-1]), **shape), runs)
 
@@ -117,7 +117,7 @@ def test_keys_that_are_all_alike_lose_no_digits() -> None:
     compare(layer, runs)
 
 
-def test_short_convolutions() -> None:
+def test_short_convolutions_equal_the_reference() -> None:
     runs, kernels = runs_over(*RAGGED), OnDevice()
     inputs, taps = torch.randn(int(runs.starts[-1]), 80), torch.randn(3, 80)
     theirs = torch.randn(9, 2 * 80)

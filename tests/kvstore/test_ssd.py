@@ -748,9 +748,6 @@ async def test_many_savers_and_readers_share_groups(tmp_path: Path) -> None:
         assert [await found(again, n) for n in range(300)] == [n % 2 == 1 for n in range(300)]
 
 
-Eventually = Callable[..., None]
-
-
 @pytest.mark.parametrize("make", [PlainIO, NativeIO])
 def test_pages_are_moved_and_verified_alike_natively_and_in_python(tmp_path: Path, make: Callable[[], SsdIO]) -> None:
     io, size = make(), 3 * MIB + PAGE

@@ -140,7 +140,7 @@ ranges = st.lists(st.tuples(st.integers(0, NUM) | u32, near, near, st.sampled_fr
 @example(operation=6, count=1, size=7 + 8, rows=[(AHEAD, 7, 500, EPOCH)], payload=b"\1\0\0\0\0\0k" + bytes(8))
 @example(operation=6, count=1, size=7 + 8, rows=[(GRANTED, 7, 500, EPOCH)], payload=b"\1\0\0\0\0\0k" + bytes(8))
 @example(operation=6, count=1, size=7, rows=[(0, 9, 500, 0)], payload=bytes(7))
-def test_frames_with_any_numbers(
+def test_frames_with_any_numbers_leave_a_server_that_serves_others(
     target: Target,
     operation: int,
     count: int | None,

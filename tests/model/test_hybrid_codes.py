@@ -133,7 +133,7 @@ def test_a_quantised_folder_gives_the_tokens_of_its_values(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("weights", ["int8", "w8a8"])
-def test_an_engine_has_them(weights: str, tmp_path: Path) -> None:
+def test_an_llm_with_int8_weights_answers_as_the_engine_built_with_them(weights: str, tmp_path: Path) -> None:
     write_hybrid("lfm2", tmp_path)
     with LLM(str(tmp_path), dtype="float32", weights=weights, kv_gb=0.02, block_tokens=8, threads=1) as llm:
         sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
