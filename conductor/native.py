@@ -6,19 +6,17 @@ import logging
 from pathlib import Path
 from types import ModuleType
 
-from mooncake.native import BuildFailed, load_module
+from mooncake.native import ROUNDING_AS_PYTHON, BuildFailed, load_module
 
 log = logging.getLogger(__name__)
 
 KEYS_HEADER = Path(__file__).with_name("keys.h")
-# Python rounds after every operation; without fused multiply-add both round alike.
-FLAGS = ("-ffp-contract=off",)
 
 
 def load_or_warn(name: str, source: Path, task: str) -> ModuleType | None:
     """Load one of our libraries. If it cannot be built: None, with a warning that ``task`` runs in Python."""
     try:
-        return load_module(name, source, [KEYS_HEADER], FLAGS)
+        return load_module(name, source, [KEYS_HEADER], ROUNDING_AS_PYTHON)
     except BuildFailed as error:
         log.warning("%s in Python, several times slower: %s", task, error)
         return None

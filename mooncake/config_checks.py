@@ -101,9 +101,6 @@ _BETWEEN = {
 }
 
 
-MISSED_HEARTBEATS = 3  # before a node is gone: one or two may be late
-
-
 def check_values(config: Config) -> None:
     """Raises ConfigError for the first value that breaks a rule, with the rule."""
     _check_numbers(config)

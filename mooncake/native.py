@@ -29,6 +29,7 @@ from mooncake.durable import rename_whole
 from mooncake.precision import cpu_features
 
 COMPILE_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math")
+ROUNDING_AS_PYTHON = ("-ffp-contract=off",)  # after every operation: no fused multiply-add
 MODULE_HEADER = Path(__file__).with_name("python_module.h")
 BUILD_TIMEOUT_S = 300  # seconds on one core; a busy machine takes several times as long
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 from msgspec import inspect
 
-_FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
+FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
 
 
 def unknown_nested(given: Mapping[str, msgspec.Raw], form: type[msgspec.Struct]) -> list[str]:
@@ -57,7 +57,7 @@ def _unknown(value: object, kind: inspect.Type, path: str) -> Iterator[str]:
         case inspect.StructType(cls=form, fields=fields) if isinstance(value, dict):
             known = {field.encode_name: field.type for field in fields}
             for name in value.keys() - known.keys() - getattr(form, "without_effect", frozenset()):
-                if _FIELD_NAME.fullmatch(name):
+                if FIELD_NAME.fullmatch(name):
                     yield f"{path}.{name}"
             for name in value.keys() & known.keys():
                 yield from _unknown(value[name], known[name], f"{path}.{name}")

@@ -10,12 +10,11 @@ from typing import TypeVar
 
 import msgspec
 
-from conductor.ingress.fields.nested_fields import unknown_nested
+from conductor.ingress.fields.nested_fields import FIELD_NAME, unknown_nested
 from conductor.ingress.fields.whole_numbers import with_whole_numbers
 from mooncake.errors import InvalidRequest
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
-_FIELD_NAME = re.compile(r"\w{1,64}", re.ASCII)
 _MAX_NAMED_FIELDS = 8
 _MAX_FIELDS = 10_000  # of a body in which unknown ones are looked for: nobody else is served meanwhile
 
@@ -45,7 +44,7 @@ def decode_request(body: bytes, form: type[R]) -> tuple[R, list[str]]:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     known = form.__struct_fields__
-    unknown = sorted(name for name in given.keys() - set(known) if _FIELD_NAME.fullmatch(name))
+    unknown = sorted(name for name in given.keys() - set(known) if FIELD_NAME.fullmatch(name))
     num_more = len(unknown) + len(nested) - _MAX_NAMED_FIELDS
     more = [f"and {num_more} more"] if num_more > 0 else []
     named = [_with_nearest(name, known) for name in unknown[:_MAX_NAMED_FIELDS]]

@@ -13,13 +13,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from pathlib import Path
 
-from mooncake.native import BuildFailed, load_module
+from mooncake.native import ROUNDING_AS_PYTHON, BuildFailed, load_module
 
 log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("steps.cpp")
-# No fused multiply-add, so that C++ rounds like Python.
-FLAGS = ("-ffp-contract=off",)
 
 
 class StepRuns:
@@ -89,7 +87,7 @@ class StepRuns:
 @functools.cache
 def _load() -> Callable[..., float] | None:
     try:
-        found: Callable[..., float] = load_module("steps", SOURCE, flags=FLAGS).tail_ms
+        found: Callable[..., float] = load_module("steps", SOURCE, flags=ROUNDING_AS_PYTHON).tail_ms
     except BuildFailed as error:
         log.warning("summing up steps in Python, more slowly: %s", error)
         return None
