@@ -72,7 +72,7 @@ class Script:
     times: int = -1  # how often the error comes; -1: always
     hang: bool = False  # never answer
     token_s: float = 0.0  # between tokens
-    gate: asyncio.Event | None = None  # retry_after for it before working
+    gate: asyncio.Event | None = None  # to wait for before working
     loses_message: int = -1  # number of one that arrives empty
     cut_finish: bool = False  # end the stream without a finish reason
     skip_index: bool = False

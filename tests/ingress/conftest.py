@@ -265,7 +265,7 @@ class Front:
 
     @property
     def prompt(self):
-        """Of the last request, as text."""
+        """The last request's, as text."""
         return self.prompts[-1]
 
     @property
