@@ -160,7 +160,7 @@ async def test_tokens_are_counted_as_they_would_be_read(front):
 @pytest.mark.parametrize(
     ("wishes", "status", "kind", "sentence"),
     [
-        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens: "),
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens must be given"),
         ({"n": 2}, 400, "invalid_request_error", "n: "),
         ({"max_tokens": "5"}, 400, "invalid_request_error", "max_tokens: Expected"),  # its name once
         ({"temperature": 200}, 400, "invalid_request_error", "temperature must be"),

@@ -259,7 +259,7 @@ def check(body: MessagesRequest) -> None:
     """Raises InvalidRequest for valid fields that are not supported."""
     for name in _NOT_OURS:
         if getattr(body, name) is not None:
-            raise InvalidRequest("it is no field of a message", name)
+            raise InvalidRequest("it is not a field of a message", name)
     if body.thread is not None:
         raise NoThreads("conversations are not stored here: send the whole of it as messages", "thread")
     if body.compaction is not None:
