@@ -45,8 +45,8 @@ class SimConductor:
 
     def __init__(self, cluster: Cluster, rng: np.random.Generator) -> None:
         settings, model = cluster.conductor, cluster.model
-        _known("policy", settings.policy, POLICIES)
-        _known("admission", settings.admission, ADMISSIONS)
+        _check_known("policy", settings.policy, POLICIES)
+        _check_known("admission", settings.admission, ADMISSIONS)
         self._has_decode = cluster.count("decode") > 0
         self._max_tokens = settings.max_tokens
         timeout_s = TIMEOUT_BEATS * settings.heartbeat_s
@@ -250,6 +250,6 @@ def start_costs(cluster: Cluster) -> StartCosts:
     return StartCosts(prefill, decode, TransferCost(cluster.latency_ms, 1e-6 / speed, True))
 
 
-def _known(what: str, name: str, names: Iterable[str]) -> None:
+def _check_known(what: str, name: str, names: Iterable[str]) -> None:
     if name not in names:
         raise ConfigError(f"no {what} is called {name!r}; there are: {', '.join(names)}")

@@ -175,9 +175,9 @@ def write_requests(simulation: Simulation, path: Path) -> None:
     columns = [getattr(results, name).tolist() for name in REQUEST_COLUMNS]
     with writing(path), path.open("wb") as file:
         for row in zip(*columns, strict=True):
-            record = {name: _known(value) for name, value in zip(REQUEST_COLUMNS, row, strict=True)}
+            record = {name: _none_for_nan(value) for name, value in zip(REQUEST_COLUMNS, row, strict=True)}
             file.write(msgspec.json.encode(record) + b"\n")
 
 
-def _known(value: float) -> float | None:
+def _none_for_nan(value: float) -> float | None:
     return None if value != value else value

@@ -110,8 +110,8 @@ def _charts(simulation: Simulation) -> list[str]:
             "ms",
             "share of requests",
             [
-                cdf("longest tenth", _known(results.tail_tbt_ms[done])),
-                cdf("mean", _known(results.mean_tbt_ms[done])),
+                cdf("longest tenth", _without_nan(results.tail_tbt_ms[done])),
+                cdf("mean", _without_nan(results.mean_tbt_ms[done])),
             ],
         ),
         lines("Requests a minute", "minutes", "requests", [windows["sent"], windows["refused"]], end=end),
@@ -168,7 +168,7 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _known(values: Floats) -> list[float]:
+def _without_nan(values: Floats) -> list[float]:
     return [float(value) for value in values[~np.isnan(values)]]
 
 
