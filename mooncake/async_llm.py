@@ -27,7 +27,7 @@ from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.in_process import InProcessEngine
 from mooncake.llm_absent import OF_ASYNC_CALLS, OF_LLM, absent_because, says_counterparts
 from mooncake.llm_answers import Completion, Draft
-from mooncake.llm_inputs import LoRARequest, Prompt, priority_list, prompt_list, warn_of_spelled_control
+from mooncake.llm_inputs import GivenPrompt, LoRARequest, Prompt, priority_list, prompt_list, warn_of_spelled_control
 from mooncake.llm_tokenizer import LLMTokenizer, RenderedChat
 from mooncake.sampling import check_type
 from mooncake.sampling_params import RequestOutputKind, SamplingParams
@@ -92,8 +92,8 @@ class AsyncLLM:
         if request_id in self._streams:
             raise InvalidRequest(f"the request {request_id!r} is being answered already", "request_id")
         given = _one(prompt)
-        if not isinstance(given, RenderedChat):
-            warn_of_spelled_control([given], self._opened.tokenizer, stacklevel=3)
+        if not isinstance(given.content, RenderedChat):
+            warn_of_spelled_control([given.content], self._opened.tokenizer, stacklevel=3)
         [rank] = priority_list(priority, 1)
         stream = self._streams[request_id] = _Stream(self._thread)
         try:
@@ -101,7 +101,7 @@ class AsyncLLM:
                 await asyncio.wrap_future(self._thread.call(lambda _: self._opened.load_new(lora_request)))
             [adapter] = self._opened.places(None, lora_request, 1)
             stream.begin(await asyncio.to_thread(self._draft, given, sampling_params, adapter, rank))
-            text = given if isinstance(given, str) else None
+            text = given.content if isinstance(given.content, str) else None
             is_finished = False
             while not is_finished:
                 output = await stream.next(sampling_params.output_kind)
@@ -160,16 +160,17 @@ class AsyncLLM:
         if self._is_closed:
             raise InvalidRequest("this AsyncLLM is shut down")
 
-    def _draft(self, prompt: object, wanted: SamplingParams, adapter: int, priority: int) -> Draft:
+    def _draft(self, prompt: GivenPrompt, wanted: SamplingParams, adapter: int, priority: int) -> Draft:
         """What takes time before a request can join the engine; in a thread, so that neither it nor the event loop
         waits."""
-        draft = self._opened.draft(self._opened.encode(prompt), wanted, adapter, priority)
+        token_ids = self._opened.encode(prompt.content)
+        draft = self._opened.draft(token_ids, wanted, adapter, priority, prompt.cache_salt)
         if guide := draft.sequence.sampling.guide:
             self._opened.guides.compile(guide)
         return draft
 
 
-def _one(prompt: Prompt) -> object:
+def _one(prompt: Prompt) -> GivenPrompt:
     given = prompt_list(prompt)
     if len(given) != 1:
         raise InvalidRequest("generate takes one prompt: call it once for each, they are computed together", "prompt")

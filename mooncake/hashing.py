@@ -15,6 +15,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from typing import cast
 
 import numpy as np
 
+from mooncake.errors import InvalidRequest
 from mooncake.native import BuildFailed, load_native
 from mooncake.types import BlockKey, KVLayout, TokenIds
 
@@ -30,7 +32,15 @@ SCHEME = b"mooncake-block-v2"
 KEY_BYTES = 32
 LONG_CHAIN = 4  # blocks from which a native call is worthwhile
 
+_SALT = re.compile(r"[!-~]{0,128}")  # as long as vLLM's, in what base64 and others write
+
 log = logging.getLogger(__name__)
+
+
+def check_salt(salt: str) -> None:
+    """One that a user chose; "" is none. Raises InvalidRequest."""
+    if not _SALT.fullmatch(salt):
+        raise InvalidRequest("cache_salt takes at most 128 visible ASCII characters", "cache_salt")
 
 
 def kv_fingerprint(content: str, layout: KVLayout, shard: str = "") -> str:

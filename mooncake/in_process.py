@@ -129,12 +129,14 @@ class InProcessEngine:
             raise InvalidRequest(f"token ids must be between 0 and {self.vocab_size - 1}", "prompts")
         return ids.astype(np.uint32)
 
-    def draft(self, prompt: TokenIds, wanted: SamplingParams, adapter: int = -1, priority: int = 0) -> Draft:
+    def draft(
+        self, prompt: TokenIds, wanted: SamplingParams, adapter: int = -1, priority: int = 0, salt: str = ""
+    ) -> Draft:
         """Its sequence has a name of its own. Raises InvalidRequest, ContextTooLong."""
         longest = max(self.max_model_len - len(prompt), 1)
         bad_words = bad_word_tokens(self.tokenizer, wanted.forbidden)
         sampling = wanted.for_engine(longest, bad_words, self._max_logprobs, self.vocab_size)
-        sequence = self._sequence(prompt, _ranking(sampling), adapter)
+        sequence = self._sequence(prompt, _ranking(sampling), adapter, salt)
         sequence.priority = priority
         return Draft(
             sequence,
@@ -159,7 +161,9 @@ class InProcessEngine:
             min_tokens=wanted.min_tokens,
         )
 
-    def _sequence(self, prompt: TokenIds, sampling: EngineSampling, adapter: int) -> engine_sequence.Sequence:
+    def _sequence(
+        self, prompt: TokenIds, sampling: EngineSampling, adapter: int, salt: str
+    ) -> engine_sequence.Sequence:
         start = self.adapters[adapter].start_in(prompt) if adapter >= 0 else None
         if start is None:
             adapter = -1
@@ -169,7 +173,7 @@ class InProcessEngine:
             prompt,
             len(prompt),
             sampling,
-            Chain.of(self._fingerprint, adapter=digest, start=start or 0),
+            Chain.of(self._fingerprint, salt, digest, start or 0),
             eos_ids=self._config.eos_ids,
             max_model_len=self.max_model_len,
             adapter=adapter,

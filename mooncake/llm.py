@@ -191,13 +191,14 @@ class LLM:
         """
         self._check_open()
         given = prompt_list(prompts)
-        plain = [each for each in given if not isinstance(each, RenderedChat)]
+        plain = [each.content for each in given if not isinstance(each.content, RenderedChat)]
         warn_of_spelled_control(plain, self.tokenizer, stacklevel=4)
-        token_ids = [self._opened.encode(prompt) for prompt in given]
+        token_ids = [self._opened.encode(each.content) for each in given]
         self._opened.load_new(lora_request)
         places = self._opened.places(adapter, lora_request, len(given))
-        completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)
-        texts = [prompt if isinstance(prompt, str) else None for prompt in given]
+        salts = [each.cache_salt for each in given]
+        completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm, salts)
+        texts = [each.content if isinstance(each.content, str) else None for each in given]
         return [replace(each, prompt=text) for each, text in zip(completions, texts, strict=True)]
 
     @says_counterparts(OF_CALLS)
@@ -261,10 +262,12 @@ class LLM:
         adapters: list[int],
         priority: Priorities,
         use_tqdm: bool | None,
+        salts: list[str] | None = None,
     ) -> list[Completion]:
         samplings = one_each(self.get_default_sampling_params() if sampling is None else sampling, len(prompts))
         priorities = priority_list(priority, len(prompts))
-        drafts = [self._opened.draft(*each) for each in zip(prompts, samplings, adapters, priorities, strict=True)]
+        each_of = zip(prompts, samplings, adapters, priorities, salts or [""] * len(prompts), strict=True)
+        drafts = [self._opened.draft(*each) for each in each_of]
         with HeldInterrupts() as interrupts:  # in the middle of a step one would leave blocks that are nobody's
             try:
                 self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm, interrupts)

@@ -151,7 +151,6 @@ OF_PROMPTS = _by_name(
         ("role", "content"): "LLM.chat answers messages",
         ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds"): _TEXT_ALONE,
         ("encoder_prompt", "decoder_prompt"): "models here only decode",
-        ("cache_salt",): "a cluster takes one with each request; an LLM answers one user",
     }
 )
 OF_LORA = _by_name(

@@ -16,6 +16,7 @@ import numpy as np
 
 from mooncake.adapters import Adapter
 from mooncake.errors import ConfigError, InvalidRequest, ModelError, shown
+from mooncake.hashing import check_salt
 from mooncake.llm_absent import OF_LORA, OF_PROMPTS, form_says_counterparts
 from mooncake.sampling_params import SamplingParams
 from mooncake.text.chat_template import ROLES, ChatCall, ChatMessage
@@ -25,15 +26,16 @@ from mooncake.types import TokenIds
 
 Prompt = str | Sequence[int] | TokenIds | Mapping[str, object]
 """Text (in which special tokens are plain text), or token ids; or one of them by its name in vLLM, ``{"prompt": …}`` or
-``{"prompt_token_ids": …}``."""
+``{"prompt_token_ids": …}``, which may have a ``cache_salt`` beside it."""
 
 Prompts = Prompt | Sequence[str] | Sequence[Sequence[int]] | Sequence[TokenIds] | Sequence[Mapping[str, object]]
 
 
 class TextPrompt(TypedDict):
-    """A prompt with its name, in vLLM's form."""
+    """A prompt with its name, in vLLM's form. Only prompts with the same ``cache_salt`` reuse each other's KV."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -41,6 +43,15 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPrompt:
+    """One without its name: text, token ids, or anything else, which is refused when it is encoded."""
+
+    content: object
+    cache_salt: str = ""  # "": none
 
 
 Adapters = str | Sequence[str | None] | None
@@ -68,12 +79,12 @@ class LoRARequest:
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-def prompt_list(prompts: Prompts) -> list[object]:
-    """A single prompt as a list, without names. Validated when it is encoded."""
+def prompt_list(prompts: Prompts) -> list[GivenPrompt]:
+    """A single prompt as a list. Raises InvalidRequest for what is not known by its name."""
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [_unnamed(prompts)]
     items: list[object] = list(prompts)
-    return [items] if items and isinstance(items[0], (int, np.integer)) else list(map(_unnamed, items))
+    return [GivenPrompt(items)] if items and isinstance(items[0], (int, np.integer)) else list(map(_unnamed, items))
 
 
 def warn_of_spelled_control(prompts: Sequence[object], tokenizer: Tokenizer, stacklevel: int) -> None:
@@ -83,11 +94,12 @@ def warn_of_spelled_control(prompts: Sequence[object], tokenizer: Tokenizer, sta
         warnings.warn(f"{what}, and a prompt of token ids may have control tokens", stacklevel=stacklevel)
 
 
-def _unnamed(prompt: object) -> object:
+def _unnamed(prompt: object) -> GivenPrompt:
     """Raises InvalidRequest for anything that is not known by its name."""
     if not isinstance(prompt, Mapping):
-        return prompt
+        return GivenPrompt(prompt)
     named = {name: value for name, value in prompt.items() if value is not None}
+    salt = _salt(named.pop("cache_salt", None))
     if "prompt_token_ids" in named:
         named.pop("prompt", None)  # vLLM's own results have both
     if len(named) != 1 or not named.keys() <= {"prompt", "prompt_token_ids"}:
@@ -95,7 +107,16 @@ def _unnamed(prompt: object) -> object:
         what = 'a prompt with names is {"prompt": text} or {"prompt_token_ids": ids}'
         why = "".join(sorted({f"; {OF_PROMPTS[name]}" for name in others if name in OF_PROMPTS}))
         raise InvalidRequest(what + (f", without {', '.join(others)}" if others else "") + why, "prompts")
-    return next(iter(named.values()))
+    return GivenPrompt(next(iter(named.values())), salt)
+
+
+def _salt(given: object) -> str:
+    if given is None:
+        return ""
+    if not isinstance(given, str) or not given:
+        raise InvalidRequest("a cache_salt is a text that is not empty", "cache_salt")
+    check_salt(given)
+    return given
 
 
 def conversation_list(

@@ -28,6 +28,7 @@ from mooncake.errors import (
     NodeUnavailable,
     Overloaded,
 )
+from mooncake.hashing import check_salt
 from mooncake.sampling import SamplingParams
 from mooncake.text.detokenizer import check_stop
 from mooncake.text.tokenizer import Tokenizer
@@ -41,7 +42,6 @@ COMPLETION_MAX_TOKENS = 16  # for completions, as in OpenAI's API; a chat may us
 DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this only guards against a stuck request
 
 _REQUEST_ID = re.compile(r"[\w.:\-]{1,144}", re.ASCII)  # a client's 128, and what HTTP puts before and behind them
-_SALT = re.compile(r"[!-~]{0,128}")  # as long as vLLM's, in what base64 and others write
 
 Emit = Callable[[int, Piece], Awaitable[None]]
 
@@ -129,8 +129,7 @@ class Pipeline:
         """The remaining checks; ``model`` is the client's name for it. Raises InvalidRequest, naming the field."""
         if not _REQUEST_ID.fullmatch(request_id):
             raise InvalidRequest("request_id takes 1 to 128 letters, digits and . : _ -", "request_id")
-        if not _SALT.fullmatch(salt):
-            raise InvalidRequest("cache_salt takes at most 128 visible ASCII characters", "cache_salt")
+        check_salt(salt)
         check_stop(stop)
         self.prompts.as_tokens(sampling.stop_token_ids, "stop_token_ids")
         for name, token_ids in sampling.named_tokens():

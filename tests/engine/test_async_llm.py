@@ -146,6 +146,13 @@ async def test_an_aborted_request_tells_what_there_is(engine: AsyncLLM) -> None:
     await unread.aclose()
 
 
+async def test_a_cache_salt_separates_prompts(engine: AsyncLLM) -> None:
+    ids = engine.get_tokenizer().encode("A rolling stone gathers no moss. " * 20)
+    for salt, cached in (("anna", 0), ("ben", 0), ("anna", len(ids) - 1)):
+        output = await last(engine, {"prompt_token_ids": ids, "cache_salt": salt}, GREEDY, "salted")
+        assert output.num_cached_tokens == cached
+
+
 async def test_an_error_in_one_leaves_the_others_alone(engine: AsyncLLM) -> None:
     impossible = StructuredOutputsParams(regex="(")
     wrong: list[tuple[Any, SamplingParams, type[Exception]]] = [

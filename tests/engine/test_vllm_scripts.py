@@ -20,7 +20,15 @@ from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
 import mooncake
-from mooncake import LLM, BeamSearchParams, LoRARequest, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from mooncake import (
+    LLM,
+    BeamSearchParams,
+    LoRARequest,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    TokensPrompt,
+)
 from mooncake.errors import InvalidRequest, ModelError
 
 ROLES = ("system", "developer")
@@ -48,7 +56,7 @@ def test_basic(llm: LLM) -> None:
 
 
 def test_prompts_and_results_have_their_names(llm: LLM) -> None:
-    from mooncake import CompletionOutput, RequestOutput, TextPrompt, TokensPrompt
+    from mooncake import CompletionOutput, RequestOutput, TextPrompt
 
     ids = llm.get_tokenizer().encode(PROMPTS[0])
     prompts = [TextPrompt(prompt=PROMPTS[0]), TokensPrompt(prompt_token_ids=ids, prompt="another")]
@@ -296,6 +304,34 @@ def test_prefix_caching(llm: LLM) -> None:
     warm = llm.generate([prefix + prompt for prompt in PROMPTS], short)
     assert cold[0].num_cached_tokens == 0 and all(each.num_cached_tokens >= 64 for each in warm)
     assert warm[0].token_ids == cold[0].token_ids
+
+
+def test_a_cache_salt_separates_prompts(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    ids = llm.get_tokenizer().encode("The rain in Spain stays mainly in the plain. " * 12)
+    short = SamplingParams(temperature=0.0, max_tokens=2)
+
+    def ask(*salts: str | None) -> tuple[list[int], list[list[int]]]:
+        prompts = [TokensPrompt(prompt_token_ids=ids, **({"cache_salt": salt} if salt else {})) for salt in salts]
+        answers = llm.generate(prompts, short)
+        return [each.num_cached_tokens for each in answers], [each.token_ids for each in answers]
+
+    cached, [plain] = ask(None)
+    assert cached == [0]
+    cached, answers = ask("anna", "ben")
+    assert cached == [0, 0] and answers == [plain, plain], "also within a block, nothing of others' is used"
+    cached, answers = ask("ben", None, "anna", "cleo")
+    assert cached == [len(ids) - 1] * 3 + [0] and answers == [plain] * 4
+
+
+@pytest.mark.parametrize(
+    ("salt", "words"),
+    [("", "a text that is not empty"), (5, "a text that is not empty"), ("a b", "at most 128 visible ASCII")],
+)
+def test_a_cache_salt_is_one_of_the_server_s(llm: LLM, salt: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as error:
+        llm.generate({"prompt": "a", "cache_salt": salt})
+    assert error.value.param == "cache_salt"
 
 
 def test_beam_search(llm: LLM) -> None:
