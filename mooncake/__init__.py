@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,8 +86,11 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("mooncake.errors")
     if not name.startswith("_"):
         absent = importlib.import_module("mooncake.llm_absent")
-        if reason := absent.OF_IMPORTS.get(name):  # no AttributeError: `from mooncake import …` would not tell it
-            raise ImportError(f"mooncake has no {name}, which is vLLM's: {reason}", name=name)
+        if reason := absent.OF_IMPORTS.get(name):
+            sentence = f"mooncake has no {name}, which is vLLM's: {reason}"
+            if sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap":
+                raise ImportError(sentence, name=name)  # `from mooncake import …` drops an AttributeError and its words
+            raise AttributeError(sentence, name=name)
     raise AttributeError(f"module 'mooncake' has no attribute {name!r}")
 
 

@@ -200,6 +200,9 @@ def test_names_that_only_vllm_has_say_so_where_they_are_imported() -> None:
     with pytest.raises(ImportError, match="cannot import name 'LMM'"):
         from mooncake import LMM  # type: ignore[attr-defined] # noqa: F401
     assert not hasattr(mooncake, "LMM")
+    assert not hasattr(mooncake, "LLMEngine"), "who asks whether there is one hears that there is not"
+    with pytest.raises(AttributeError, match="mooncake has no LLMEngine, which is vLLM's: LLM answers lists"):
+        mooncake.LLMEngine  # noqa: B018
 
 
 def test_sampling_params_are_cloned_and_a_schema_is_no_class() -> None:
