@@ -27,10 +27,19 @@ from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.in_process import InProcessEngine
 from mooncake.llm_absent import OF_ASYNC_CALLS, OF_LLM, absent_because, says_counterparts
 from mooncake.llm_answers import Completion, Draft
-from mooncake.llm_inputs import GivenPrompt, LoRARequest, Prompt, priority_list, prompt_list, warn_of_spelled_control
+from mooncake.llm_inputs import (
+    GivenPrompt,
+    LoRARequest,
+    Prompt,
+    new_adapters,
+    priority_list,
+    prompt_list,
+    warn_of_spelled_control,
+)
 from mooncake.llm_tokenizer import LLMTokenizer, RenderedChat
 from mooncake.sampling import check_type
 from mooncake.sampling_params import RequestOutputKind, SamplingParams
+from mooncake.threads import Threads
 
 MAX_WAITING = 1 << 16  # requests; more are refused
 _ARGS = "an AsyncEngineArgs(…), which has the settings by their names"
@@ -48,6 +57,7 @@ class AsyncLLM:
         self.max_model_len = self._opened.max_model_len
         self._streams: dict[str, _Stream] = {}
         self._thread = EngineThread(self._opened.engine)
+        self._adapter_reader = Threads(1, "adapters")  # one: of several requests with the same adapter, one loads it
         self._is_closed = False
         self._opened.backend.watch(lambda error: self._thread.give_up(error.message))
         self._thread.start()
@@ -81,7 +91,7 @@ class AsyncLLM:
 
         When the generator is closed, or the task that reads it cancelled, the request ends, and its blocks are freed.
         ``get_tokenizer().apply_chat_template(…)`` makes a prompt of a conversation. ``lora_request`` names an adapter
-        that the engine was opened with, or one with its folder, which is loaded between two steps.
+        that the engine was opened with, or one with its folder, which is read while the engine goes on.
 
         Raises InvalidRequest (also for a ``request_id`` that is in use), ContextTooLong, ModelError for an adapter that
         cannot be loaded, and NodeUnavailable when the engine ends.
@@ -97,8 +107,8 @@ class AsyncLLM:
         [rank] = priority_list(priority, 1)
         stream = self._streams[request_id] = _Stream(self._thread)
         try:
-            if lora_request is not None:  # between two steps, which also lets one of several load it
-                await asyncio.wrap_future(self._thread.call(lambda _: self._opened.load_new(lora_request)))
+            if new_adapters(lora_request, self._opened.adapters):
+                await asyncio.get_running_loop().run_in_executor(self._adapter_reader, self._load_new, lora_request)
             [adapter] = self._opened.places(None, lora_request, 1)
             stream.begin(await asyncio.to_thread(self._draft, given, sampling_params, adapter, rank))
             text = given.content if isinstance(given.content, str) else None
@@ -154,11 +164,16 @@ class AsyncLLM:
         that were started. Idempotent."""
         self._is_closed = True
         self._thread.stop()
+        self._adapter_reader.shutdown()
         self._opened.close()
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise InvalidRequest("this AsyncLLM is shut down")
+
+    def _load_new(self, lora_request: LoRARequest | None) -> None:
+        self._check_open()
+        self._opened.load_new(lora_request, lambda put: self._thread.call(lambda _: put()).result())
 
     def _draft(self, prompt: GivenPrompt, wanted: SamplingParams, adapter: int, priority: int) -> Draft:
         """What takes time before a request can join the engine; in a thread, so that neither it nor the event loop

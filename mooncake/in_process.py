@@ -9,15 +9,17 @@ import itertools
 import logging
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
 
-from mooncake.adapters import open_adapter, open_adapters
+from mooncake.adapters import Adapter, open_adapter, open_adapters
 from mooncake.block_size import block_size_advice
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import GENERATION_CONFIGS
@@ -29,7 +31,7 @@ from mooncake.engine.backends.backend import (
     draft_on,
     open_backend,
     plan_pages,
-    put_adapter,
+    prepare_adapter,
 )
 from mooncake.engine.contract import EngineConfig, check_least
 from mooncake.engine.engine import Engine
@@ -101,12 +103,19 @@ class InProcessEngine:
         self.engine.drop_cached()
         self.backend.close()
 
-    def load_new(self, requests: LoRARequests) -> None:
-        """Between two steps: load the adapters that are named for the first time, with a folder. Raises ModelError."""
+    def load_new(self, requests: LoRARequests, between_steps: Callable[[Callable[[], None]], None]) -> None:
+        """Load the adapters that are named for the first time, with a folder, by one caller at a time. The model gets
+        each in a call that is given to ``between_steps``; reading, which takes long, may be beside steps. Raises
+        ModelError, and what ``between_steps`` raises."""
         for name, path in new_adapters(requests, self.adapters).items():
             adapter = open_adapter(name, path)
-            put_adapter(self.backend, len(self.adapters), adapter, self._config)
-            self.adapters += (adapter,)
+            prepared = prepare_adapter(self.backend, adapter, self._config)
+            between_steps(partial(self._put_adapter, adapter, prepared))
+
+    def _put_adapter(self, adapter: Adapter, prepared: object) -> None:
+        assert self.backend.adapters is not None
+        self.backend.adapters.put(len(self.adapters), prepared)
+        self.adapters += (adapter,)
 
     def places(self, adapter: Adapters, lora_request: LoRARequests, count: int) -> list[int]:
         """Which adapter acts on each of ``count`` prompts, -1 for none. Raises InvalidRequest."""

@@ -194,7 +194,7 @@ class LLM:
         plain = [each.content for each in given if not isinstance(each.content, RenderedChat)]
         warn_of_spelled_control(plain, self.tokenizer, stacklevel=4)
         token_ids = [self._opened.encode(each.content) for each in given]
-        self._opened.load_new(lora_request)
+        self._opened.load_new(lora_request, lambda put: put())
         places = self._opened.places(adapter, lora_request, len(given))
         salts = [each.cache_salt for each in given]
         completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm, salts)
@@ -230,7 +230,7 @@ class LLM:
         variables = template_variables(tokenizer, tools, chat_template_kwargs, add_generation_prompt)
         conversations = conversation_list(messages)
         token_ids = [tokenizer.encode_chat(each, variables, continue_final_message) for each in conversations]
-        self._opened.load_new(lora_request)
+        self._opened.load_new(lora_request, lambda put: put())
         places = self._opened.places(adapter, lora_request, len(token_ids))
         completions = self._answer(token_ids, sampling_params, places, priority, use_tqdm)
         texts = [self.tokenizer.decode(ids, skip_special=False) for ids in token_ids]

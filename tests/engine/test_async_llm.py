@@ -208,6 +208,22 @@ async def test_adapters_are_loaded_while_others_are_answered(tmp_path: Path) -> 
         engine.shutdown()
 
 
+async def test_steps_go_on_while_an_adapter_is_read(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=8192)
+    write_adapter(tmp_path / "lora", model, rank=8192)  # of 30 MB
+    engine = AsyncLLM(EngineArgs(model=str(tmp_path / "model"), kv_gb=0.02, threads=1))
+    try:
+        async with aclosing(engine.generate([5, 6, 7], dataclasses.replace(LONG, max_tokens=8000), "base")) as outputs:
+            await anext(outputs)
+            before = engine._thread.num_done
+            lora = LoRARequest("lora", 1, str(tmp_path / "lora"))
+            await last(engine, [5], SamplingParams(max_tokens=1), "adapted", lora_request=lora)
+            assert not (await anext(outputs)).finished
+            assert engine._thread.num_done - before > 20, "it was a handful: the step with the adapter, and calls"
+    finally:
+        engine.shutdown()
+
+
 async def test_a_shutdown_ends_what_is_under_way(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     engine = AsyncLLM(EngineArgs(model=str(tmp_path), kv_gb=0.02, threads=1))

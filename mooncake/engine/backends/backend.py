@@ -110,13 +110,6 @@ def prepare_adapter(backend: Backend, adapter: Adapter, config: ModelConfig) -> 
     return backend.adapters.prepare(load_adapter(adapter, config))
 
 
-def put_adapter(backend: Backend, place: int, adapter: Adapter, config: ModelConfig) -> None:
-    """Between two steps: batches may name it by ``place`` from now on. Raises like ``prepare_adapter``."""
-    prepared = prepare_adapter(backend, adapter, config)
-    assert backend.adapters is not None
-    backend.adapters.put(place, prepared)
-
-
 def plan_pages(
     checkpoint: Checkpoint, layout: KVLayout, context: int, num_processes: int = 1
 ) -> tuple[PageGroups, KVLayout]:
