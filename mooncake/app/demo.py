@@ -15,9 +15,10 @@ from rich.markup import escape
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.cluster.role_main import unless_stopped
 from mooncake.app.console import duration, err, gigabytes, out, plain_table, tokens_per_s
+from mooncake.app.load.report import metered
 from mooncake.app.talk import Conversation, TalkOptions
 from mooncake.app.traces.replay import Replay, ReplayOptions
-from mooncake.app.traces.replay_command import metered, print_report
+from mooncake.app.traces.replay_command import print_report
 from mooncake.client import Client, GenerateChunk
 from mooncake.config import Config
 from mooncake.sampling_params import SamplingParams
@@ -114,7 +115,7 @@ async def _replay(cluster: LocalCluster) -> None:
     trace = [scale(request, cluster.config.block.tokens, REPLAY_OUTPUT_TOKENS) for request in small_trace()]
     out.rule("[bold]4  a replay: conversations of several people at once", align="left", style="dim")
     options = ReplayOptions(tokens_per_block=cluster.config.block.tokens, timeout_s=60.0)
-    with metered(len(trace)) as add:
+    with metered("replaying", len(trace)) as add:
         report = await Replay(cluster.grpc_address, options, add).run(trace)
     print_report(report)
 

@@ -47,19 +47,25 @@ class RequestResult:
         return longest_tenth_mean(self.gaps_ms)
 
     def meets(self, slo: SLO) -> bool:
-        return self.outcome is Outcome.OK and self.ttft_ms <= slo.ttft_ms and self.tail_tbt_ms <= slo.tbt_ms
+        is_in_time = self.ttft_ms <= slo.ttft_ms and self.tail_tbt_ms <= slo.tbt_ms and self.total_ms <= slo.total_ms
+        return self.outcome is Outcome.OK and is_in_time
 
 
 @dataclass(frozen=True, slots=True)
 class SLO:
-    """Limits for one request: on its TTFT, and on the mean of the longest tenth of its token gaps."""
+    """Limits for one request: on its TTFT, the mean of the longest tenth of its token gaps, and the time of it all."""
 
     ttft_ms: float = math.inf
     tbt_ms: float = math.inf
+    total_ms: float = math.inf
 
     @property
     def is_set(self) -> bool:
-        return math.isfinite(self.ttft_ms) or math.isfinite(self.tbt_ms)
+        return any(map(math.isfinite, (self.ttft_ms, self.tbt_ms, self.total_ms)))
+
+    def __str__(self) -> str:
+        limits = {"TTFT": self.ttft_ms, "TBT (longest tenth)": self.tbt_ms, "whole answer": self.total_ms}
+        return ", ".join(f"{name} ≤ {limit:g} ms" for name, limit in limits.items() if math.isfinite(limit))
 
 
 @dataclass(frozen=True, slots=True)

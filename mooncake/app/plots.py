@@ -1,4 +1,4 @@
-"""Plots of a replay: latencies, arrivals, and cache hits.
+"""Plots of a load test: latencies, arrivals, and cache hits.
 
 Needs matplotlib (the extra ``plots``), which is imported only when a plot is drawn.
 """
@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mooncake.app.extras import require
-from mooncake.app.latency import Outcome, RequestResult
+from mooncake.app.latency import SLO, Outcome, RequestResult
 from mooncake.app.outputs import writing
 from mooncake.app.sim.output.charts import short
-from mooncake.app.traces.replay import ReplayReport
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,18 +28,18 @@ YARDSTICK: dict[str, Any] = {"color": "black", "linestyle": ":"}
 OURS: dict[str, Any] = {"color": LINE, "linewidth": 2.4}
 
 
-def write_plots(report: ReplayReport, folder: Path) -> list[Path]:
-    """Write four PNG files. Raises MissingDependency without matplotlib."""
+def write_plots(results: Sequence[RequestResult], slo: SLO, folder: Path, endless: float | None = None) -> list[Path]:
+    """Write four PNG files. ``endless`` is the hit rate of an endless cache, if it is known. Raises MissingDependency
+    without matplotlib."""
     require("matplotlib", "plots", "drawing plots")
     folder.mkdir(parents=True, exist_ok=True)
-    ok = [result for result in report.results if result.outcome is Outcome.OK]
-    slo = report.options.slo
-    end_s = max((result.sent_s for result in report.results), default=0.0) or 1.0
+    ok = [result for result in results if result.outcome is Outcome.OK]
+    end_s = max((result.sent_s for result in results), default=0.0) or 1.0
     return [
         _figure(folder / "ttft.png", lambda axes: _ttft(axes, ok, slo.ttft_ms)),
         _figure(folder / "tbt.png", lambda axes: _tbt(axes, ok, slo.tbt_ms)),
-        _figure(folder / "arrivals.png", lambda axes: _arrivals(axes, report.results, end_s)),
-        _figure(folder / "hit_rate.png", lambda axes: _hit_rate(axes, ok, end_s, report.endless_cache.token)),
+        _figure(folder / "arrivals.png", lambda axes: _arrivals(axes, results, end_s)),
+        _figure(folder / "hit_rate.png", lambda axes: _hit_rate(axes, ok, end_s, endless)),
     ]
 
 
@@ -138,7 +137,7 @@ def _arrivals(axes: Axes, results: Sequence[RequestResult], end_s: float) -> Non
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def _hit_rate(axes: Axes, results: Sequence[RequestResult], end_s: float, endless: float) -> None:
+def _hit_rate(axes: Axes, results: Sequence[RequestResult], end_s: float, endless: float | None) -> None:
     ordered = sorted(results, key=lambda result: result.sent_s)
     hit = accumulate(result.cached_tokens for result in ordered)
     total_tokens = accumulate(result.prompt_tokens for result in ordered)
@@ -146,7 +145,8 @@ def _hit_rate(axes: Axes, results: Sequence[RequestResult], end_s: float, endles
     times = [result.sent_s for result in ordered]
     if rates:  # up to the end: a rate holds until the next request, and one alone is a line, too
         axes.step([*times, end_s], [*rates, rates[-1]], where="post", color=LINE, label="so far")
-    axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache, whole run")
+    if endless is not None:
+        axes.axhline(endless, color=SECOND, linestyle="--", label="endless cache, whole run")
     title, share = "Prompt tokens served from cache", "share of prompt tokens"
     axes.set(title=title, xlabel="s since the start", ylabel=share, xlim=(0, end_s), ylim=SHARES)
 

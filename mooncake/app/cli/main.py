@@ -21,6 +21,7 @@ from mooncake.app.cli.adapters import app as adapters_app
 from mooncake.app.cli.commands import Commands
 from mooncake.app.cli.config import Address, ConfigFile, Overrides, address_of, http_url_of, load
 from mooncake.app.cli.foreign_flags import refuse_foreign_flags
+from mooncake.app.cli.load import load as load_command
 from mooncake.app.cli.serve import serve
 from mooncake.app.cli.traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli.traces import app as traces_app
@@ -211,6 +212,9 @@ def replay(
     replay_trace(
         trace, address_of(address, config, overrides), limit, max_output, options, ReplayOutput(requests, plots)
     )
+
+
+app.command("load")(load_command)
 
 
 @app.command("run-batch")

@@ -6,7 +6,6 @@ rate is reported together with the exact hit rate of an infinite cache.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 import time
@@ -21,6 +20,7 @@ import msgspec
 
 from mooncake.api_keys import bearer, own_api_key
 from mooncake.app.latency import SLO, HitRates, LoadSummary, Outcome, RequestResult, summarize
+from mooncake.app.load.open_loop import send_all
 from mooncake.app.outputs import writing
 from mooncake.errors import InternalError, MooncakeError, NotFound, TryLater
 from mooncake.hashing import extend_chain
@@ -88,12 +88,10 @@ class Replay:
         self, address: str, options: ReplayOptions, on_result: Callable[[RequestResult], None] = lambda _: None
     ) -> None:
         self.results: list[RequestResult] = []
-        self.running = 0
         self.sent = 0
         self._address = address
         self._options = options
         self._on_result = on_result
-        self._slots = asyncio.Semaphore(options.concurrency)
         self._channels = Channels(tls=own_tls())
         self._metadata = bearer(own_api_key())
         self._model = inference_pb2.ModelInfo()
@@ -107,19 +105,7 @@ class Replay:
         try:
             self._model = await self._served_model()
             self._start_s = time.monotonic()
-            tasks: set[asyncio.Task[None]] = set()
-            try:
-                for arrival in plan_arrivals(requests, self._options):
-                    await asyncio.sleep(arrival.at_s - self._now_s())
-                    await self._slots.acquire()
-                    task = asyncio.create_task(self._one(arrival))
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+            await send_all(plan_arrivals(requests, self._options), self._one, self._options.concurrency, self._now_s)
             return self.report(requests)
         finally:
             await self._channels.close()
@@ -154,12 +140,7 @@ class Replay:
         return InferenceStub(self._channels.get(self._address))
 
     async def _one(self, arrival: Arrival) -> None:
-        self.running += 1
-        try:
-            result = await self._measure(arrival)
-        finally:
-            self.running -= 1
-            self._slots.release()
+        result = await self._measure(arrival)
         self.results.append(result)
         self._on_result(result)
 

@@ -26,6 +26,7 @@ from mooncake.app.cluster.role_main import run_async, unless_stopped
 from mooncake.app.console import duration, out, plain_table, print_json, remark
 from mooncake.app.extras import require
 from mooncake.app.latency import Outcome, Spread
+from mooncake.app.load.report import metered
 from mooncake.app.outputs import output_folder
 from mooncake.app.sim.cluster import Cluster, Machines, Model, StepCurve
 from mooncake.app.sim.commands.calibrate_pair import PairCosts, PairSamples
@@ -35,7 +36,6 @@ from mooncake.app.sim.requests import Results
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.app.traces.files import load_any
 from mooncake.app.traces.replay import Replay, ReplayOptions, ReplayReport
-from mooncake.app.traces.replay_command import metered
 from mooncake.app.traces.shapes import generate
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, load_config
@@ -262,7 +262,7 @@ async def live(config: Config, options: Options, trace: list[TraceRequest]) -> t
         remark("ready; its nodes are measured, then the trace is replayed, then they are measured again")
         await calibrate("calibrating")
         replay_options = ReplayOptions(tokens_per_block=options.tokens_per_block, seed=options.seed, concurrency=256)
-        with metered(len(trace)) as add:
+        with metered("replaying", len(trace)) as add:
             report = await Replay(cluster.grpc_address, replay_options, add).run(trace)
         await calibrate("calibrating once more")
         await served.close()
