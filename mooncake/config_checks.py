@@ -71,6 +71,7 @@ _NOT_NEGATIVE = (
     "store.write_through_sights",
     "store.demote_sights",
     "conductor.max_loaded_adapters",
+    "conductor.stored_responses_mb",
     "store.tenant_dram_gb",
     "store.tenant_ssd_gb",
 )

@@ -65,6 +65,7 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_requests: int = 256  # running at once; more are refused with a retry time
     request_timeout_s: float = 600.0  # longest time for a request, whatever its deadline; OpenAI's clients wait as long
     retries: int = 1  # how often a failed attempt is retried on another pair
+    stored_responses_mb: float = 0.0  # memory for /v1/responses that later requests continue or read; 0: none is kept
     max_loaded_adapters: int = 0  # that callers may load while the cluster serves; 0: none, only model.adapters
     # how thoughts and tool calls are parsed: vLLM's names of its parsers, "none" for no thoughts, or "auto": by the
     # model's chat template

@@ -8,6 +8,7 @@ stranger who could join the cluster would be sent what its users say.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from hashlib import sha256
 from typing import Any
 
 import grpc
@@ -58,6 +59,11 @@ def _shown(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     found = dict(reversed([*headers]))  # the first header of a name counts
     key = found.get(ANTHROPIC_HEADER)
     return found.get(HEADER.encode(), b"Bearer " + key if key else b"")
+
+
+def caller_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Tells callers over HTTP apart, by the API key that they show; without one all are the same."""
+    return sha256(_shown(headers).partition(b" ")[2].strip()).digest()
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):

@@ -26,6 +26,7 @@ from conductor.ingress.apis.intake import Intake
 from conductor.ingress.apis.models import ModelsApi
 from conductor.ingress.apis.openai import OpenAIApi
 from conductor.ingress.apis.responses import ResponsesApi
+from conductor.ingress.apis.stored_responses import StoredResponses
 from conductor.ingress.apis.tokenizer import TokenizerApi
 from conductor.ingress.http.absent_paths import refused_because
 from conductor.ingress.http.edge import EdgeMiddleware
@@ -93,6 +94,7 @@ class Ingress:
             limits.reasoning_parser, limits.tool_call_parser, tokenizer.template_source, tokenizer.takes_tools
         )
         intake = Intake(self._pipeline, answers, self._timeout_s)
+        self._stored = StoredResponses(int(limits.stored_responses_mb * 1e6))
         app: ASGIApp = KeyMiddleware(self._app(intake, keep_alive_s), ApiKeys(limits.api_keys), {MESSAGES: refusal})
         if limits.allowed_origins:  # outside the key check: a browser's preflight request carries no key
             exposed = ("x-request-id", "x-mooncake-warning", "retry-after", "retry-after-ms", "x-should-retry")
@@ -122,7 +124,7 @@ class Ingress:
         routes = [
             *ModelsApi(intake.prompts).routes(),
             *OpenAIApi(intake, keep_alive_s).routes(),
-            *ResponsesApi(intake, keep_alive_s).routes(),
+            *ResponsesApi(intake, keep_alive_s, self._stored).routes(),
             *MessagesApi(intake, keep_alive_s).routes(),
             *TokenizerApi(intake).routes(),
             *([] if self._adapters is None else AdaptersApi(intake, self._adapters).routes()),

@@ -8,7 +8,7 @@ import time
 import openai
 import pytest
 
-from conductor.ingress.apis.responses import MAX_ITEMS, input_messages
+from conductor.ingress.apis.responses_input import MAX_ITEMS, input_messages
 from conductor.ingress.apis.responses_types import ResponsesRequest
 from conductor.ingress.fields.request_json import decode_request
 from mooncake.errors import NodeUnavailable

@@ -1,17 +1,17 @@
-"""OpenAI's Responses API, without its server-side memory, as another wording of a chat.
+"""OpenAI's Responses API, as another wording of a chat.
 
-It owns what a response's fields mean and how its items and events are worded. The computation is a chat's job
-(``intake.py``). Nothing is stored, so the input contains the whole conversation.
+It owns what a response's fields mean and how its items and events are worded; ``responses_input.py`` reads those that
+come in. The computation is a chat's job (``intake.py``). Where responses are stored (``stored_responses.py``), an input
+may be only what is new; otherwise it contains the whole conversation.
 """
 
 from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -20,19 +20,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from conductor.ingress.access import caller_of
 from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.apis.intake import WARNING_HEADER, Call, Intake
-from conductor.ingress.apis.messages import Conversation, content_text
+from conductor.ingress.apis.messages import Conversation
 from conductor.ingress.apis.openai_answers import ContentLogprob
 from conductor.ingress.apis.openai_choices import TokenDetails, content_logprob
-from conductor.ingress.apis.openai_types import ContentPart
+from conductor.ingress.apis.responses_input import conversation_of, input_items, input_messages
 from conductor.ingress.apis.responses_types import (
     CallItem,
     ChosenTool,
     IncompleteDetails,
     InputDetails,
     InputItem,
-    InputPart,
     MessageItem,
     OutputDetails,
     OutputItem,
@@ -48,60 +48,73 @@ from conductor.ingress.apis.responses_types import (
     TextConfig,
     TextFormat,
 )
+from conductor.ingress.apis.stored_responses import StoredResponse, StoredResponses
 from conductor.ingress.apis.typed_events import stream_events, write_whole
 from conductor.ingress.fields.generation_fields import JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.http.errors import NoSuchRoute, guarded, json_response
 from conductor.ingress.http.event_stream import StreamingAnswer, event_frame
 from conductor.ingress.parsers.parts import CallPart, ReasoningPart, joined_calls
-from conductor.ingress.prompts import MAX_MESSAGES
 from conductor.ingress.tools import (
     AllowedTools,
     Function,
     FunctionName,
     NamedTool,
-    SaidCall,
-    SaidFunction,
     Tool,
     Tools,
-    chat_calls,
     tools_of,
 )
 from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater, shown
 from mooncake.sampling import MAX_TOP_LOGPROBS, SamplingParams
-from mooncake.text.chat_template import ChatMessage
 from mooncake.types import FinishReason, SampledToken
 
 LOGPROBS = "message.output_text.logprobs"  # an element of ``include``
-MAX_ITEMS = 4 * MAX_MESSAGES  # of an input: one turn is reasoning, text and several calls
+SETTING = "conductor.stored_responses_mb"
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
 _MEANT = {"max_tokens": "max_output_tokens", "response_format": "text.format"}  # what chats call so
 _OTHER_CALLS = ("input_tokens", "compact", "render")  # OpenAI routes at the place of a response's id
-_ROLES = ("user", "assistant", "system", "developer")
-_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
 class ResponsesApi:
     """The routes of the Responses API."""
 
-    def __init__(self, intake: Intake, keep_alive_s: float) -> None:
+    def __init__(self, intake: Intake, keep_alive_s: float, stored: StoredResponses) -> None:
         self._intake = intake
         self._keep_alive_s = keep_alive_s
+        self._stored = stored
 
     def routes(self) -> list[Route]:
         return [
             Route("/v1/responses", guarded(self.respond), methods=["POST"]),
-            Route("/v1/responses/{response_id:path}", guarded(self.not_stored), methods=["GET", "POST", "DELETE"]),
+            Route("/v1/responses/{response_id:path}", guarded(self.earlier), methods=["GET", "POST", "DELETE"]),
         ]
 
-    async def not_stored(self, request: Request) -> Response:
-        if request.path_params["response_id"] in _OTHER_CALLS:
+    async def earlier(self, request: Request) -> Response:
+        """Read or delete a stored response."""
+        response_id = request.path_params["response_id"]
+        if response_id in _OTHER_CALLS:
             raise NoSuchRoute(f"{request.url.path} is not offered here; POST /tokenize counts the tokens of a chat")
-        raise NotFound("responses are not stored here: each is sent once, when it is generated")
+        if not self._stored:
+            raise NotFound(f"responses are not stored here ({SETTING} is 0): each is sent once, when it is generated")
+        if request.method == "POST" or "/" in response_id:
+            raise NoSuchRoute(f"{request.url.path} is not offered here: a stored response is read, or deleted, whole")
+        owner = caller_of(request.scope["headers"])
+        if request.method == "DELETE":
+            if not self._stored.remove(owner, response_id):
+                raise NotFound(_gone(response_id))
+            return json_response({"id": response_id, "object": "response", "deleted": True})
+        if request.query_params.get("stream", "false") != "false":
+            raise InvalidRequest("a stored response is not streamed again", "stream")
+        if (stored := self._stored.get(owner, response_id)) is None:
+            raise NotFound(_gone(response_id))
+        return Response(stored.body, media_type="application/json")
 
     async def respond(self, request: Request) -> Response:
         intake = self._intake
         call, body = await intake.receive(request, ResponsesRequest, "resp_")
-        check(body)
+        check(body, may_continue=bool(self._stored))
+        owner = caller_of(request.scope["headers"])
+        if body.previous_response_id is not None:
+            body = structs.replace(body, input=[*self._before(owner, body.previous_response_id), *input_items(body)])
         tools = _tools(body)
         logprobs = (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None
         fields = structs.replace(
@@ -109,7 +122,7 @@ class ResponsesApi:
             response_format=_response_format(body),
             truncate_prompt_tokens=-1 if body.truncation == "auto" else body.truncate_prompt_tokens,
         )
-        call = replace(call, fields=fields, headers=_headers(call, body))
+        call = replace(call, fields=fields, headers=call.headers if self._stored else _headers(call, body))
         effort = body.reasoning.effort if body.reasoning is not None else None
         variables = chosen_variables(body.chat_template_kwargs, effort)
         conversation = Conversation(input_messages(body), tools, variables, param="input")
@@ -117,20 +130,53 @@ class ResponsesApi:
         intake.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or intake.pipeline.model.name, job.request.sampling)
         details = intake.token_details(body, logprobs is not None)
-        writer = ResponseWriter(head, details, sends_reasoning=body.include_reasoning is not False)
+        keep = None
+        if self._stored and body.store is not False:
+            head = structs.replace(head, store=True)
+            keep = partial(self._keep, owner, msgspec.msgpack.encode(input_items(body)))
+        writer = ResponseWriter(head, details, sends_reasoning=body.include_reasoning is not False, keep=keep)
         if body.stream:
             produce = partial(stream_events, intake.pipeline, job, writer)
             return StreamingAnswer(produce, call.headers, self._keep_alive_s, last=b"", failed=writer.failed)
         await write_whole(intake.pipeline, job, writer, request)
         return json_response(writer.response, headers=call.headers)
 
+    def _before(self, owner: bytes, response_id: str) -> list[InputItem]:
+        if (stored := self._stored.get(owner, response_id)) is None:
+            raise NoPreviousResponse(_gone(response_id), "previous_response_id")
+        return conversation_of(stored)
+
+    def _keep(self, owner: bytes, conversation: bytes, response: ResponseBody) -> None:
+        self._stored.put(owner, response.id, StoredResponse(msgspec.json.encode(response), conversation))
+
+
+class NoPreviousResponse(InvalidRequest):
+    """A response that would be continued is not stored (any more)."""
+
+    code = "previous_response_not_found"
+
+
+def _gone(response_id: str) -> str:
+    return (
+        f"the response {shown(response_id)} is not stored here: it may be gone, of another API key or of another "
+        "conductor; send the conversation so far as input"
+    )
+
 
 class ResponseWriter:
-    """One response while it is generated: pieces in, events out; ``response`` is what is known so far."""
+    """One response while it is generated: pieces in, events out; ``response`` is what is known so far. ``keep`` is
+    called with a whole one."""
 
-    def __init__(self, head: ResponseBody, details: TokenDetails, sends_reasoning: bool) -> None:
+    def __init__(
+        self,
+        head: ResponseBody,
+        details: TokenDetails,
+        sends_reasoning: bool,
+        keep: Callable[[ResponseBody], None] | None = None,
+    ) -> None:
         self.response = head
         self._details = details
+        self._keep = keep
         self._sends_reasoning = sends_reasoning
         self._events: list[ResponseEvent] = []  # not yet sent
         self._num_events = 0
@@ -277,6 +323,8 @@ class ResponseWriter:
                 OutputDetails(self._num_reasoning),
             ),
         )
+        if self._keep is not None:
+            self._keep(self.response)
         self._tell(f"response.{status}", response=self.response)
 
 
@@ -289,20 +337,22 @@ def _first_run(
     return run, behind[len(run) :]
 
 
-def check(body: ResponsesRequest) -> None:
-    """Raises InvalidRequest for valid fields that are not supported."""
+def check(body: ResponsesRequest, may_continue: bool = False) -> None:
+    """Raises InvalidRequest for valid fields that are not supported. ``may_continue``: responses are stored."""
     for name in _NOT_OURS:
         if getattr(body, name) is not None:
             hint = f"; {meant} is meant" if (meant := _MEANT.get(name)) else ""
             raise InvalidRequest(f"{name} is not a field of a response{hint}", name)
-    for name in ("previous_response_id", "conversation"):
-        if getattr(body, name) is not None:
-            raise InvalidRequest(f"{name}: nothing is stored here, send the conversation so far as input", name)
+    if body.previous_response_id is not None and not may_continue:
+        what = f"responses are not stored here ({SETTING} is 0): send the conversation so far as input"
+        raise InvalidRequest(what, "previous_response_id")
+    if body.conversation is not None:
+        raise InvalidRequest("conversations are not stored here: send the conversation so far as input", "conversation")
     if body.prompt is not None:
         raise InvalidRequest("prompts are not stored here: send its text as instructions and input", "prompt")
     if body.background:
         raise InvalidRequest(
-            "responses are not made in the background here: they would have to be stored", "background"
+            "responses are not made in the background here: keep the connection open, or stream them", "background"
         )
     if body.truncation not in (None, "auto", "disabled"):
         raise InvalidRequest("truncation is auto or disabled", "truncation")
@@ -342,6 +392,7 @@ def _head(call: Call, body: ResponsesRequest, model: str, sampling: SamplingPara
         metadata=body.metadata or {},
         reasoning=body.reasoning or Reasoning(),
         user=body.user,
+        previous_response_id=body.previous_response_id,
     )
 
 
@@ -371,53 +422,3 @@ def _tools(body: ResponsesRequest) -> Tools | None:
         allowed = AllowedTools(choice.tools, choice.mode) if choice.type == "allowed_tools" else None
         return tools_of(tools, NamedTool(named, choice.type, allowed), body.parallel_tool_calls)
     return tools_of(tools, choice, body.parallel_tool_calls)
-
-
-def input_messages(body: ResponsesRequest) -> list[ChatMessage]:
-    """Raises InvalidRequest, naming the item, for anything but text, calls and their results."""
-    messages = [ChatMessage("system", body.instructions)] if body.instructions else []
-    if isinstance(body.input, str):
-        return [*messages, ChatMessage("user", body.input)]
-    if len(body.input) > MAX_ITEMS:
-        raise InvalidRequest(f"at most {MAX_ITEMS} items are allowed", "input")
-    said = [_message(item, f"input[{number}]") for number, item in enumerate(body.input)]
-    for role, items in itertools.groupby(said, attrgetter("role")):
-        turn = list(items)
-        messages += [_as_one(turn)] if role == "assistant" else turn
-    return messages
-
-
-def _as_one(items: Sequence[ChatMessage]) -> ChatMessage:
-    """A turn of the assistant, which comes in several items."""
-    content = "\n".join(item.content for item in items if item.content)
-    thought = "\n".join(item.thought for item in items if item.thought)
-    return ChatMessage("assistant", content, thought, tuple(call for item in items for call in item.calls))
-
-
-def _message(item: InputItem, where: str) -> ChatMessage:
-    match item.type:
-        case "message" if item.role in _ROLES:
-            content = content_text(_parts(item.content), f"{where}.content")
-            return ChatMessage("system" if item.role == "developer" else item.role, content)
-        case "message":
-            raise InvalidRequest(f"a message needs a role: {', '.join(_ROLES)}", f"{where}.role")
-        case "function_call":
-            if item.name is None:
-                raise InvalidRequest("a function_call needs the function's name", f"{where}.name")
-            said = SaidCall(SaidFunction(item.name, item.arguments or "{}"), item.call_id or "")
-            return ChatMessage("assistant", "", calls=chat_calls([said], f"{where}.arguments"))
-        case "function_call_output":
-            content = content_text(_parts(item.output), f"{where}.output")
-            return ChatMessage("tool", content, call_id=item.call_id or "")
-        case "reasoning":
-            content = content_text(_parts(item.content or item.summary or ""), f"{where}.content")
-            return ChatMessage("assistant", "", content)
-    known = "message, function_call, function_call_output, reasoning"
-    raise InvalidRequest(f"an item of the type {shown(item.type)} is not supported; known: {known}", f"{where}.type")
-
-
-def _parts(content: str | Sequence[InputPart] | None) -> str | list[ContentPart] | None:
-    """Convert to the content parts of a chat message."""
-    if content is None or isinstance(content, str):
-        return content
-    return [ContentPart("text" if part.type in _TEXT_PARTS else part.type, part.text) for part in content]

@@ -1,4 +1,4 @@
-"""Wire types of OpenAI's Responses API: the part that needs no memory of earlier responses. Only data."""
+"""Wire types of OpenAI's Responses API. Only data."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: Reasoning = Reasoning()
     store: bool = False
     background: bool = False
-    previous_response_id: None = None
+    previous_response_id: str | None = None
 
 
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
