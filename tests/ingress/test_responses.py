@@ -217,10 +217,19 @@ async def test_what_is_stored_elsewhere_is_not_stored_here(front, client):
         await client.responses.create(model="bytes", input="And?", conversation="conv_1")
 
 
+async def test_the_tokens_of_an_input_are_counted(client):
+    asked = {"model": "bytes", "input": "How is Bern?", "instructions": "Be brief.", "tools": [WEATHER]}
+    counted = await client.responses.input_tokens.count(**asked)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == (await client.responses.create(**asked)).usage.input_tokens
+    with pytest.raises(openai.BadRequestError, match="only tools of the type function"):
+        await client.responses.input_tokens.count(model="bytes", input="Hi", tools=[{"type": "web_search"}])
+
+
 async def test_a_call_that_is_not_offered_is_not_taken_for_a_response(front):
-    refused = await front.http.post("/v1/responses/input_tokens", json={"input": "Hi"})
+    refused = await front.http.post("/v1/responses/compact", json={"input": "Hi"})
     assert refused.status_code == 404
-    assert refused.json()["error"]["message"].startswith("/v1/responses/input_tokens is not offered here")
+    assert refused.json()["error"]["message"].startswith("/v1/responses/compact is not offered here")
 
 
 async def test_one_turn_of_the_assistant_may_come_in_many_items():

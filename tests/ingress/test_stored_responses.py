@@ -50,11 +50,13 @@ async def test_a_response_is_continued_with_all_that_came_before(front, client):
     second = [event async for event in stream][-1].response
     assert prompt_of(front) == "<user>Hi<assistant>Hello, wörld!<user>And?<assistant>", "without its instructions"
     assert second.previous_response_id == first.id
+    asked = {"model": "bytes", "input": "So?", "previous_response_id": second.id}
+    counted = await client.responses.input_tokens.count(**asked, instructions="Go.")
     third = await client.responses.create(
         model="bytes", input="So?", previous_response_id=second.id, instructions="Go."
     )
     before = "<system>Go.<user>Hi<assistant>Hello, wörld!<user>And?<assistant>Hello, wörld!<user>So?<assistant>"
-    assert prompt_of(front) == before
+    assert prompt_of(front) == before and counted.input_tokens == third.usage.input_tokens
     again = await client.responses.create(model="bytes", input="Or?", previous_response_id=first.id)
     assert prompt_of(front) == "<user>Hi<assistant>Hello, wörld!<user>Or?<assistant>", "a response is continued twice"
     assert len({first.id, second.id, third.id, again.id}) == 4

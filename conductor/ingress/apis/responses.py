@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from conductor.ingress.access import caller_of
 from conductor.ingress.answers import Outcome, Piece
-from conductor.ingress.apis.intake import WARNING_HEADER, Call, Intake
+from conductor.ingress.apis.intake import WARNING_HEADER, Call, Intake, warning
 from conductor.ingress.apis.messages import Conversation
 from conductor.ingress.apis.openai_answers import ContentLogprob
 from conductor.ingress.apis.openai_choices import TokenDetails, content_logprob
@@ -32,7 +32,7 @@ from conductor.ingress.apis.responses_types import (
     ChosenTool,
     IncompleteDetails,
     InputDetails,
-    InputItem,
+    InputTokens,
     MessageItem,
     OutputDetails,
     OutputItem,
@@ -71,7 +71,7 @@ LOGPROBS = "message.output_text.logprobs"  # an element of ``include``
 SETTING = "conductor.stored_responses_mb"
 _NOT_OURS = ("max_tokens", "n", "response_format", "prompt_logprobs", "return_token_ids", "use_beam_search")
 _MEANT = {"max_tokens": "max_output_tokens", "response_format": "text.format"}  # what chats call so
-_OTHER_CALLS = ("input_tokens", "compact", "render")  # OpenAI routes at the place of a response's id
+_OTHER_CALLS = ("compact", "render")  # of OpenAI and vLLM, at the place of a response's id
 
 
 class ResponsesApi:
@@ -85,6 +85,7 @@ class ResponsesApi:
     def routes(self) -> list[Route]:
         return [
             Route("/v1/responses", guarded(self.respond), methods=["POST"]),
+            Route("/v1/responses/input_tokens", guarded(self.count), methods=["POST"]),
             Route("/v1/responses/{response_id:path}", guarded(self.earlier), methods=["GET", "POST", "DELETE"]),
         ]
 
@@ -113,9 +114,8 @@ class ResponsesApi:
         call, body = await intake.receive(request, ResponsesRequest, "resp_")
         check(body, may_continue=bool(self._stored))
         owner = caller_of(request.scope["headers"])
-        if body.previous_response_id is not None:
-            body = structs.replace(body, input=[*self._before(owner, body.previous_response_id), *input_items(body)])
-        tools = _tools(body)
+        body = self._continued(owner, body)
+        conversation = _conversation(body)
         logprobs = (body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None
         fields = structs.replace(
             body,
@@ -123,9 +123,6 @@ class ResponsesApi:
             truncate_prompt_tokens=-1 if body.truncation == "auto" else body.truncate_prompt_tokens,
         )
         call = replace(call, fields=fields, headers=call.headers if self._stored else _headers(call, body))
-        effort = body.reasoning.effort if body.reasoning is not None else None
-        variables = chosen_variables(body.chat_template_kwargs, effort)
-        conversation = Conversation(input_messages(body), tools, variables, param="input")
         job = await intake.chat_job(call, conversation, body.max_output_tokens, logprobs)
         intake.prompts.check_room(len(job.request.tokens), body.max_output_tokens, "max_output_tokens")
         head = _head(call, body, body.model or intake.pipeline.model.name, job.request.sampling)
@@ -141,10 +138,22 @@ class ResponsesApi:
         await write_whole(intake.pipeline, job, writer, request)
         return json_response(writer.response, headers=call.headers)
 
-    def _before(self, owner: bytes, response_id: str) -> list[InputItem]:
+    async def count(self, request: Request) -> Response:
+        """The tokens that the prompt of a response would have."""
+        body, ignored = await self._intake.decode(request, ResponsesRequest)
+        self._intake.pipeline.model.adapter_of(body.model or "")
+        check(body, may_continue=bool(self._stored))
+        body = self._continued(caller_of(request.scope["headers"]), body)
+        tokens = await self._intake.encode(_conversation(body))
+        return json_response(InputTokens(len(tokens)), headers=warning(ignored))
+
+    def _continued(self, owner: bytes, body: ResponsesRequest) -> ResponsesRequest:
+        """With all that came before its input. Raises NoPreviousResponse."""
+        if (response_id := body.previous_response_id) is None:
+            return body
         if (stored := self._stored.get(owner, response_id)) is None:
             raise NoPreviousResponse(_gone(response_id), "previous_response_id")
-        return conversation_of(stored)
+        return structs.replace(body, input=[*conversation_of(stored), *input_items(body)])
 
     def _keep(self, owner: bytes, conversation: bytes, response: ResponseBody) -> None:
         self._stored.put(owner, response.id, StoredResponse(msgspec.json.encode(response), conversation))
@@ -406,6 +415,12 @@ def _response_format(body: ResponsesRequest) -> ResponseFormat | None:
     if wanted.type == "json_schema" and wanted.schema is None:
         raise InvalidRequest("a json_schema needs its schema", "text.format.schema")
     return ResponseFormat(wanted.type, JsonSchema(wanted.schema))
+
+
+def _conversation(body: ResponsesRequest) -> Conversation:
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    variables = chosen_variables(body.chat_template_kwargs, effort)
+    return Conversation(input_messages(body), _tools(body), variables, param="input")
 
 
 def _tools(body: ResponsesRequest) -> Tools | None:

@@ -200,6 +200,13 @@ class ResponseBody(msgspec.Struct, frozen=True, kw_only=True):
     previous_response_id: str | None = None
 
 
+class InputTokens(msgspec.Struct, frozen=True):
+    """The answer to who asks how long a prompt would be."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
 class ResponseEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One event of a stream; which fields are set depends on ``type``."""
 

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 _EMBEDDINGS = "embeddings, pooling, scores and rerankings are not computed here: models generate text"
 _MEDIA = "neither audio nor images are read or made here: models take and generate text"
+_CONVERSATIONS = (
+    "conversations are not stored here: they come with each request, or, where conductor.stored_responses_mb keeps "
+    "responses, as the previous_response_id of POST /v1/responses"
+)
 _STORED = "nothing is stored here; send a file of requests with `mooncake run-batch`"
 _LORA = (
     "adapters are loaded when the cluster starts (mooncake serve --lora NAME=FOLDER), or while it serves "
@@ -24,7 +28,8 @@ _SENTENCES = {
     ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"): _EMBEDDINGS,
     ("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"): _MEDIA,
     ("/v1/files", "/v1/batches", "/v1/uploads", "/v1/messages/batches"): _STORED,
-    ("/v1/assistants", "/v1/threads", "/v1/vector_stores", "/v1/conversations"): _STORED,
+    ("/v1/assistants", "/v1/threads", "/v1/conversations"): _CONVERSATIONS,
+    ("/v1/vector_stores",): "texts are neither stored nor searched here: send what the model should read",
     ("/v1/moderations",): "texts are not moderated here",
     ("/v1/fine_tuning",): "models are not trained here",
     ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"): _LORA,
