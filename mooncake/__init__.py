@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from mooncake.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
     from mooncake.tls import Tls
 
+    __version__: str
+
 # gRPC writes lines of its own to stderr: of a connection that a peer ends, a certificate that it does not trust, a port
 # that is taken. Those who call are told anyway. It reads this when it is imported, which is therefore not done before.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -82,6 +84,8 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("mooncake-cluster")
     if name == "errors":
         return importlib.import_module("mooncake.errors")
     if not name.startswith("_"):

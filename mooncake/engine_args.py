@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mooncake.llm_absent import OF_LLM, form_says_counterparts
 from mooncake.sampling import MAX_TOP_LOGPROBS
+
+if TYPE_CHECKING:
+    import torch
 
 CHUNK_TOKENS = 1024  # four times a node's: nobody waits for tokens between the steps, and weights are read less often
 
@@ -19,7 +23,7 @@ class EngineArgs:
     says what stands for them. Values are checked when an engine is opened with them."""
 
     model: str = "smollm2"
-    dtype: str = "float32"
+    dtype: str | torch.dtype = "float32"
     kv_gb: float = 1.0
     block_tokens: int = 64
     chunk_tokens: int = CHUNK_TOKENS

@@ -78,7 +78,8 @@ class InProcessEngine:
             torch.set_num_threads(min(args.threads, os.cpu_count() or args.threads))
         own = checkpoint.coding
         stored: Coding = own if args.tensor_parallel_size == 1 or own == "int8" else ""  # W8A8 is for one process
-        precision = resolve_precision(args.dtype, args.kv_dtype, args.weights, (args.device,), args.key_scales, stored)
+        dtype = str(args.dtype).removeprefix("torch.")  # one of torch's own has a name, too
+        precision = resolve_precision(dtype, args.kv_dtype, args.weights, (args.device,), args.key_scales, stored)
         config, size = _fit(checkpoint, precision, limits, processes.count, args.kv_gb, args.swap_gb)
         self.max_model_len = size.max_model_len
         self.vocab_size = checkpoint.config.vocab_size
@@ -94,7 +95,7 @@ class InProcessEngine:
         drafter = None
         if args.draft_model:
             most, chunk = args.speculative_tokens, args.chunk_tokens
-            drafter = draft_on(args.device, args.draft_model, args.dtype, size, self.vocab_size, most, chunk)
+            drafter = draft_on(args.device, args.draft_model, dtype, size, self.vocab_size, most, chunk)
         self.engine = Engine(self.backend.model, self.backend.cache, config, self.guides, drafter)
         self._numbers = itertools.count()
 

@@ -47,6 +47,9 @@ from mooncake.sampling import MAX_TOP_LOGPROBS, check_type
 from mooncake.sampling_params import BeamSearchParams, SamplingParams
 from mooncake.types import TokenIds
 
+if TYPE_CHECKING:
+    import torch
+
 
 class LLM:
     """Raises ModelError or ConfigError when the model cannot be loaded, the cache is too small for it, or a number
@@ -56,7 +59,7 @@ class LLM:
     def __init__(
         self,
         model: str = "smollm2",
-        dtype: str = "float32",
+        dtype: str | torch.dtype = "float32",
         *,
         kv_gb: float = 1.0,
         block_tokens: int = 64,

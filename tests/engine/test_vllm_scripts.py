@@ -9,6 +9,7 @@ import re
 import time
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import version
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from mooncake import (
     StructuredOutputsParams,
     TokensPrompt,
 )
-from mooncake.errors import InvalidRequest, ModelError
+from mooncake.errors import ConfigError, InvalidRequest, ModelError
 
 ROLES = ("system", "developer")
 PROMPTS = ["Hello, my name is", "The president of the United States is", "The capital of France is"]
@@ -53,6 +54,15 @@ def test_basic(llm: LLM) -> None:
         assert output.prompt == prompt and output.finished
         assert output.outputs[0].text == llm.get_tokenizer().decode(output.outputs[0].token_ids)
     assert len({output.request_id for output in outputs}) == 3
+
+
+def test_a_dtype_may_be_one_of_torch_s_and_the_version_is_told(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    with LLM(str(tmp_path), dtype=torch.bfloat16, kv_gb=0.01) as tiny:
+        assert tiny.engine.cache.tensor.dtype is torch.bfloat16
+    with pytest.raises(ConfigError, match="dtype must be one of auto, float32, bfloat16, got 'float64'"):
+        LLM(str(tmp_path), dtype=torch.float64, kv_gb=0.01)
+    assert mooncake.__version__ == version("mooncake-cluster")
 
 
 def test_prompts_and_results_have_their_names(llm: LLM) -> None:
