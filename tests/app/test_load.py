@@ -102,6 +102,11 @@ def test_what_is_refused_says_why_once(cluster: LocalCluster) -> None:
     assert done.stderr.endswith("mooncake: no request was answered\n")
 
 
+def test_a_port_for_grpc_is_told_from_one_for_http(cluster: LocalCluster) -> None:
+    done = run("load", "--address", cluster.grpc_address)
+    assert done.returncode == 1 and "does not speak HTTP" in done.stderr and "is this the port for gRPC" in done.stderr
+
+
 def test_an_interrupt_reports_what_there_is(cluster: LocalCluster) -> None:
     before = answered(cluster)
     command = [sys.executable, "-m", "mooncake", "load", "--address", cluster.http_url, *SHORT, "--count", "100000"]

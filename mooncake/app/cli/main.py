@@ -333,6 +333,7 @@ def bench(
     if name in ("", "-h", "--help"):
         typer.echo("Usage: mooncake bench NAME [OPTIONS]; mooncake bench NAME --help lists its options\n")
         typer.echo("\n".join(f"  {each:<12} {what}" for each, what in BENCHES.items()))
+        typer.echo("\nmooncake load measures a server that is running.")
         raise typer.Exit(0 if name else 2)
     if name not in BENCHES:
         raise ConfigError(f"no benchmark is called {name!r}; there are: {', '.join(BENCHES)}")

@@ -13,7 +13,7 @@ from mooncake.app.latency import Outcome, RequestResult
 from mooncake.app.load.http_server import OK, HttpServer
 from mooncake.app.load.open_loop import send_all
 from mooncake.app.load.requests import LoadRequest, Wishes, whole
-from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable, Unauthenticated
+from mooncake.errors import ConfigError, InternalError, MooncakeError, NodeUnavailable, Unauthenticated
 
 FULL = 429  # the status of what is refused for lack of room
 UNKNOWN_KEY = (401, 403)
@@ -79,6 +79,8 @@ async def served_model(server: HttpServer, wanted: str) -> str:
     except NodeUnavailable as error:
         hint = "`mooncake serve` starts a server, --address names another"
         raise NodeUnavailable(f"{error.message}; {hint}") from None
+    except InternalError as error:
+        raise InternalError(f"{error.message}; is this the port for gRPC, or a server with TLS (https://)?") from None
     if reply.status in UNKNOWN_KEY:
         raise Unauthenticated(f"{server.name} wants an API key, or another one; it is read from {API_KEY_ENV}")
     if wanted:
