@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 from commands import run
 
+from mooncake.app.cli.foreign_flags import OF_VLLM_BENCH
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.latency import Outcome, RequestResult
 from mooncake.app.load.http_server import HttpServer
@@ -154,6 +156,23 @@ def test_a_line_that_is_no_request_is_named(line: str, tmp_path: Path) -> None:
     (tmp_path / "in").write_text('{"prompt": "a"}\n' + line + "\n")
     done = run("load", "--prompts", str(tmp_path / "in"))
     assert done.returncode == 2 and f"{tmp_path / 'in'}, line 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [("--dataset-name", "--prompts FILE"), ("--backend=vllm", "--chat asks for chats"), ("--goodput", "--ttft-slo-ms")],
+)
+def test_a_flag_that_only_vllm_has_says_what_there_is(flag: str, words: str) -> None:
+    done = run("load", "--num-prompts", "3", flag, "x")
+    assert done.returncode == 2 and words in done.stderr
+    assert done.stderr.startswith(f"mooncake: {flag.partition('=')[0]} is a flag of vllm bench serve's; here: ")
+
+
+def test_what_stands_for_a_flag_is_there() -> None:
+    there = run("load", "--help").stdout
+    named = re.findall(r"--[a-z][a-z-]+", " ".join(OF_VLLM_BENCH.values()))
+    assert named and all(flag in there for flag in named)
+    assert not any(f"{flag} " in there for flag in OF_VLLM_BENCH), "those that are taken need no counterpart"
 
 
 def test_arrivals_are_random_and_as_many_as_asked_for() -> None:

@@ -1,6 +1,7 @@
-"""Flags of vLLM's and SGLang's servers that ``mooncake serve`` does not have, and what stands for each of them here.
+"""Flags of vLLM's and SGLang's servers that ``mooncake serve`` does not have, and of vLLM's ``bench serve`` that
+``mooncake load`` does not have; what stands for each of them here.
 
-The same table, for readers, is in deploy/docs/configuration.md.
+Those of servers are also in deploy/docs/configuration.md, for readers.
 """
 
 from __future__ import annotations
@@ -133,6 +134,42 @@ OF_SGLANG = {
 }
 
 
+_SENT = "prompts are random, or of a file: --prompts FILE, or --trace FILE"
+_PATH = "completions are asked for; --chat asks for chats, and so do lines of --prompts with messages"
+_LIMITS = "--ttft-slo-ms, --tbt-slo-ms and --total-slo-ms"
+_RESULT = "--requests FILE has every request, --json prints the summary, --plots DIR draws it"
+_PERCENTILES = "p50, p90 and p99 of all are told; --requests FILE has every request"
+
+OF_VLLM_BENCH = {
+    "--backend": _PATH,
+    "--endpoint": _PATH,
+    "--endpoint-type": _PATH,
+    "--dataset-name": _SENT,
+    "--dataset-path": _SENT,
+    "--custom-output-len": "--answer-tokens N",
+    "--random-prefix-len": "--prefix-tokens N, which are part of --prompt-tokens",
+    "--host": "--address HOST:PORT",
+    "--port": "--address HOST:PORT",
+    "--served-model-name": "--model NAME",
+    "--tokenizer": "prompts are token ids below --vocabulary, no tokenizer is needed",
+    "--goodput": _LIMITS,
+    "--percentile-metrics": _PERCENTILES,
+    "--metric-percentiles": _PERCENTILES,
+    "--save-result": _RESULT,
+    "--save-detailed": _RESULT,
+    "--result-dir": _RESULT,
+    "--result-filename": _RESULT,
+    "--plot-timeline": _RESULT,
+    "--burstiness": "requests come at random times of a Poisson process",
+    "--ignore-eos": "random prompts and traces get answers of the length that is asked for; --plain leaves it out",
+    "--num-warmups": "requests are counted from the first one; another run before it warms up",
+    "--disable-tqdm": "progress is shown on terminals alone, leave it out",
+    "--trust-remote-code": _NOTHING,
+    "--label": _NOTHING,
+    "--header": "the API key is read from MOONCAKE_API_KEY; there are no other headers",
+}
+
+_OF_COMMANDS = {"serve": {"vLLM": OF_VLLM, "SGLang": OF_SGLANG}, "load": {"vllm bench serve": OF_VLLM_BENCH}}
 _SHORT = {
     **{f"-O{level}": "--compilation-config" for level in ("", 0, 1, 2, 3)},
     "-cc": "--compilation-config",
@@ -143,10 +180,10 @@ _SHORT = {
 }
 
 
-def refuse_foreign_flags(arguments: Sequence[str]) -> None:
-    """Raises ConfigError, with its counterpart, for a flag of ``serve`` that only another server has."""
+def refuse_foreign_flags(command: str, arguments: Sequence[str]) -> None:
+    """Raises ConfigError, with its counterpart, for a flag of this command that only another project has."""
     for flag in (argument.partition("=")[0] for argument in arguments):
         long = _SHORT.get(flag, flag.replace("_", "-"))  # vLLM takes either spelling
-        for whose, counterparts in (("vLLM", OF_VLLM), ("SGLang", OF_SGLANG)):
+        for whose, counterparts in _OF_COMMANDS.get(command, {}).items():
             if long in counterparts:
                 raise ConfigError(f"{flag} is a flag of {whose}'s; here: {counterparts[long]}")

@@ -399,8 +399,7 @@ def main() -> None:
     """The console script. User errors are one sentence on stderr, never a traceback."""
     try:
         try:
-            if sys.argv[1:2] == ["serve"]:
-                refuse_foreign_flags(sys.argv[2:])
+            refuse_foreign_flags("".join(sys.argv[1:2]), sys.argv[2:])
             app()
         finally:
             sys.stdout.flush()  # while an error can still be reported
