@@ -81,6 +81,15 @@ def test_a_cluster_behind_keys_and_a_certificate(tmp_path: Path, monkeypatch: py
             assert command.returncode == code, command.stderr
             told.append(command.stderr)
         assert "CERTIFICATE_VERIFY_FAILED" in told[0] and CA_CERTS_ENV in told[0]
+        load = [mooncake[0], "load", "--url", cluster.http_url, "--count", "1", "--prompt-tokens", "8"]
+        told = []
+        for env, code in ((None, 1), (trusting | {API_KEY_ENV: "sk-x"}, 2), (trusting | {API_KEY_ENV: KEY}, 0)):
+            command = subprocess.run(load, capture_output=True, text=True, timeout=240, check=False, env=env)
+            assert command.returncode == code, command.stderr
+            told.append(command.stdout + command.stderr)
+        assert "certificate" in told[0].lower() and CA_CERTS_ENV in told[0]
+        assert "wants an API key, or another one; it is read from MOONCAKE_API_KEY" in told[1]
+        assert told[2].startswith("1 of 1 requests") and "sk-" not in "".join(told)
         nosy = [sys.executable, "-m", "decode_node", *(f"--set={value}" for value in SMALL)]
         nosy += [f"--set=node.conductor={cluster.grpc_address}", "--set=node.id=nosy"]
         nosy += [f"--set=node.ssl_ca_certs={certificate}"]

@@ -21,6 +21,7 @@ def load(
         str,
         typer.Option(
             "--address",
+            "--url",
             "--base-url",
             metavar="HOST:PORT",
             help="HTTP address of the cluster, or the URL of another server.",
