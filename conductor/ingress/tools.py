@@ -38,7 +38,7 @@ class Function(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Tool(msgspec.Struct, frozen=True):
     without_effect: ClassVar = frozenset({"cache_control"})
-    function: Function
+    function: Function = Function("")  # what has none is refused in words of its own
     type: str = "function"
 
 
@@ -134,7 +134,10 @@ def tools_of(
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"at most {MAX_TOOLS} tools are allowed", "tools")
     for number, tool in enumerate(tools):
-        if tool.type != "function" or not _NAME.fullmatch(tool.function.name):
+        if tool.type != "function":
+            what = f"a tool of the type {shown(tool.type)} is not called here, only functions are"
+            raise InvalidRequest(what, f"tools[{number}]")
+        if not _NAME.fullmatch(tool.function.name):
             what = "a tool is a function with a name of up to 128 letters, digits, _ and -"
             raise InvalidRequest(what, f"tools[{number}]")
     functions = tuple(tool.function for tool in tools)

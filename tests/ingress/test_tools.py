@@ -387,6 +387,19 @@ async def test_what_makes_no_sense_is_refused(client, fields, param):
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize(
+    ("tool", "sentence"),
+    [
+        ({"type": "custom", "custom": {"name": "f"}}, "a tool of the type 'custom' is not called here"),
+        ({"type": "function", "name": "f", "parameters": {}}, "a tool is a function with a name of up to 128"),
+    ],
+)
+async def test_a_tool_of_another_form_is_refused_in_words(client, tool, sentence):
+    with pytest.raises(openai.BadRequestError, match=sentence) as caught:
+        await client.chat.completions.create(model="bytes", messages=ASK, tools=[tool])
+    assert caught.value.param == "tools[0]"
+
+
 @pytest.mark.parametrize("kind", ["hosted", "custom"])
 async def test_a_choice_of_another_type_is_refused_by_its_name(client, kind):
     choice = {"type": kind, kind: {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_time"}}]}}
