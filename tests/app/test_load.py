@@ -186,7 +186,7 @@ def test_arrivals_are_random_and_as_many_as_asked_for() -> None:
 
 def test_a_seed_says_which_prompts() -> None:
     shape = Shape(prompt_tokens=20, answer_tokens=4, prefix_tokens=8)
-    first, again, other = (random_bodies(shape, 3, seed) for seed in (0, 0, 1))
+    first, again, other = (list(random_bodies(shape, 3, seed)) for seed in (0, 0, 1))
     assert first == again != other
     prompts: list[Any] = [body["prompt"] for _, body in first]
     assert len({tuple(prompt[:8]) for prompt in prompts}) == 1 and len({tuple(prompt) for prompt in prompts}) == 3

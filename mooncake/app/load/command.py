@@ -99,10 +99,10 @@ def _requests(options: LoadOptions) -> tuple[Iterable[LoadRequest], int]:
         timing = ReplayOptions(options.tokens_per_block, options.speed, seed=options.seed)
         return planned_trace(trace, timing, options.shape.vocabulary), len(trace)
     if options.prompts is not None:
-        bodies = file_bodies(options.prompts, options.count, options.shape.answer_tokens)
-    else:
-        bodies = random_bodies(options.shape, options.count or RANDOM, options.seed)
-    return planned(bodies, options.rate, options.seed), len(bodies)
+        given = file_bodies(options.prompts, options.count, options.shape.answer_tokens)
+        return planned(given, len(given), options.rate, options.seed), len(given)
+    count = options.count or RANDOM
+    return planned(random_bodies(options.shape, count, options.seed), count, options.rate, options.seed), count
 
 
 class LoadReport:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, islice
 from pathlib import Path
@@ -64,10 +64,11 @@ def arrival_times(count: int, rate: float, seed: int) -> list[float]:
     return list(accumulate((draw.expovariate(rate) for _ in range(count - 1)), initial=0.0))
 
 
-def random_bodies(shape: Shape, count: int, seed: int) -> list[tuple[str, Body]]:
+def random_bodies(shape: Shape, count: int, seed: int) -> Iterator[tuple[str, Body]]:
+    """Made as they are needed: there may be millions of tokens."""
     draw = random.Random(f"prompts {seed}")
     prefix = _some(draw, shape, shape.prefix_tokens)
-    return [_random_body(draw, shape, prefix) for _ in range(count)]
+    return (_random_body(draw, shape, prefix) for _ in range(count))
 
 
 def _random_body(draw: random.Random, shape: Shape, prefix: list[int]) -> tuple[str, Body]:
@@ -81,7 +82,7 @@ def _random_body(draw: random.Random, shape: Shape, prefix: list[int]) -> tuple[
 
 
 def _some(draw: random.Random, shape: Shape, count: int) -> list[int]:
-    return [draw.randrange(min(MIN_TOKEN, shape.vocabulary - 1), shape.vocabulary) for _ in range(count)]
+    return draw.choices(range(min(MIN_TOKEN, shape.vocabulary - 1), shape.vocabulary), k=count)
 
 
 def _about(draw: random.Random, tokens: int, spread: float) -> int:
@@ -117,15 +118,15 @@ def _file_body(line: str, where: str, answer_tokens: int) -> tuple[str, Body]:
     return (COMPLETIONS if "prompt" in body else CHAT), body if has_limit else {"max_tokens": most, **body}
 
 
-def planned(bodies: Sequence[tuple[str, Body]], rate: float, seed: int) -> list[LoadRequest]:
-    """In the order in which they are sent."""
-    times = enumerate(arrival_times(len(bodies), rate, seed))
-    return [LoadRequest(index, at_s, *each) for (index, at_s), each in zip(times, bodies, strict=True)]
+def planned(bodies: Iterable[tuple[str, Body]], count: int, rate: float, seed: int) -> Iterator[LoadRequest]:
+    """These ``count``, in the order in which they are sent."""
+    times = enumerate(arrival_times(count, rate, seed))
+    return (LoadRequest(index, at_s, *each) for (index, at_s), each in zip(times, bodies, strict=True))
 
 
 def planned_trace(trace: Sequence[TraceRequest], options: ReplayOptions, vocabulary: int) -> Iterator[LoadRequest]:
     """Likewise, at the trace's times; prompts begin alike where its do. ``trace`` is scaled to the options' tokens per
-    block. Prompts are made as they are needed."""
+    block."""
     for arrival in plan_arrivals(trace, options):
         tokens = trace_tokens(arrival.request, options.tokens_per_block, vocabulary).tolist()
         yield LoadRequest(
