@@ -13,6 +13,7 @@ from mooncake.sampling import GuideKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
 ASK = [{"role": "user", "content": "Weather?"}]
 WEATHER = {
     "name": "get_weather",
@@ -150,6 +151,22 @@ async def test_a_format_is_a_guide_and_a_last_turn_of_the_assistant_goes_on(fron
     assert front.prompt == "<user>Weather?<assistant>It is"
 
 
+async def test_a_document_is_text_that_its_title_precedes(front):
+    plain = {"type": "text", "media_type": "text/plain", "data": "Bern is sunny."}
+    parts = {"type": "content", "content": [{"type": "text", "text": "So"}, {"type": "text", "text": "is Rome."}]}
+    said = [
+        {"type": "document", "source": plain, "title": "News", "context": "of today", "citations": {"enabled": True}},
+        {"type": "document", "source": parts},
+        {"type": "text", "text": "Where?"},
+    ]
+    answer = await ask(front, messages=[{"role": "user", "content": said}])
+    assert prompt_of(front) == "<user>News\nof today\nBern is sunny.\nSo\nis Rome.\nWhere?<assistant>"
+    assert "x-mooncake-warning" not in answer.headers
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "document", "source": plain}]}
+    await ask(front, messages=[*ASK, {"role": "user", "content": [result]}])
+    assert "Bern is sunny." in prompt_of(front)
+
+
 async def test_tokens_are_counted_as_they_would_be_read(front):
     wishes = {"messages": ASK, "system": "Be brief.", "tools": [WEATHER]}
     counted = (await front.http.post("/v1/messages/count_tokens", json={"model": "bytes"} | wishes)).json()
@@ -171,7 +188,13 @@ async def test_tokens_are_counted_as_they_would_be_read(front):
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             400,
             "invalid_request_error",
-            "messages[0].content[0]: only text, thinking, tool_use and tool_result are supported, this one is 'image'",
+            "messages[0].content[0]: only text, document, thinking, tool_use and tool_result are supported, this one",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": PDF}]}]},
+            400,
+            "invalid_request_error",
+            "messages[0].content[0].source: a document is a text here",
         ),
         *(
             ({"messages": [{"role": role, "content": [block]}]}, 400, "invalid_request_error", sentence)

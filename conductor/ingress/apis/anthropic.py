@@ -281,7 +281,7 @@ def _conversation(body: CountRequest) -> Conversation:
     effort = body.output_config.effort if body.output_config is not None else None
     thinking = {"enable_thinking": body.thinking.type != "disabled"} if body.thinking is not None else {}
     variables = chosen_variables(thinking | (body.chat_template_kwargs or {}), effort)
-    system = content_text(_texts(body.system), "system") if body.system else ""
+    system = content_text(_texts(body.system, "system"), "system") if body.system else ""
     messages = [ChatMessage("system", system)] if system else []
     for number, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{number}]")
@@ -307,6 +307,8 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
         match block.type:
             case "text":
                 texts.append(content_text(block.text, f"{place}.text"))
+            case "document":
+                texts.append(_document(block, place))
             case "thinking" | "redacted_thinking" | "tool_use" if turn.role != "assistant":
                 raise InvalidRequest(
                     f"{block.type} is the assistant's: it cannot be in a turn of the {turn.role}", place
@@ -322,21 +324,37 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
             case "tool_use":
                 raise InvalidRequest("a tool_use needs the tool's name", f"{place}.name")
             case "tool_result":
-                content = content_text(_texts(block.content or ""), f"{place}.content")
+                content = content_text(_texts(block.content or "", place), f"{place}.content")
                 results.append(ChatMessage("tool", content, call_id=block.tool_use_id or ""))
             case _:
-                known = "only text, thinking, tool_use and tool_result are supported"
+                known = "only text, document, thinking, tool_use and tool_result are supported"
                 raise InvalidRequest(f"{known}, this one is {shown(block.type)}", place)
     if results and not (texts or calls or thoughts):
         return results
     return [*results, ChatMessage(turn.role, "\n".join(texts), "\n".join(thoughts), tuple(calls))]
 
 
-def _texts(content: str | Sequence[Block] | None) -> str | list[ContentPart] | None:
+def _texts(content: str | Sequence[Block] | None, where: str) -> str | list[ContentPart] | None:
     """Convert to the content parts of a chat message."""
     if content is None or isinstance(content, str):
         return content
-    return [ContentPart(block.type, block.text) for block in content]
+    return [_part(block, where) for block in content]
+
+
+def _part(block: Block, where: str) -> ContentPart:
+    is_document = block.type == "document"
+    return ContentPart("text", _document(block, where)) if is_document else ContentPart(block.type, block.text)
+
+
+def _document(block: Block, where: str) -> str:
+    """Its title, what is said of it, and its text."""
+    source = block.source
+    if source is None or source.type not in ("text", "content"):
+        what = "a document is a text here, in a source of the type text or content"
+        raise InvalidRequest(what, f"{where}.source")
+    given = source.data if source.type == "text" else source.content
+    parts = [ContentPart(each.type, each.text) for each in given] if isinstance(given, list) else given
+    return "\n".join(filter(None, (block.title, block.context, content_text(parts, f"{where}.source"))))
 
 
 def _response_format(body: CountRequest) -> ResponseFormat | None:

@@ -12,12 +12,19 @@ from conductor.ingress.fields.generation_fields import GenerationFields
 # ---------------------------------------------------------------- requests
 
 
-class Block(msgspec.Struct, frozen=True):
-    """A text, reasoning, a call that the model made, or that call's result, depending on ``type``."""
+class Source(msgspec.Struct, frozen=True):
+    """Of a document: ``data``, a text, or ``content``."""
 
-    without_effect: ClassVar = frozenset(
-        {"cache_control", "caller", "citations", "context", "data", "is_error", "signature", "source", "title"}
-    )
+    without_effect: ClassVar = frozenset({"file_id", "media_type", "url"})
+    type: str
+    data: str | None = None
+    content: str | list[Block] | None = None
+
+
+class Block(msgspec.Struct, frozen=True):
+    """A text, a document, reasoning, a call that the model made, or that call's result, depending on ``type``."""
+
+    without_effect: ClassVar = frozenset({"cache_control", "caller", "citations", "data", "is_error", "signature"})
     type: str
     text: str | None = None
     thinking: str | None = None
@@ -26,6 +33,9 @@ class Block(msgspec.Struct, frozen=True):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: str | list[Block] | None = None
+    source: Source | None = None
+    title: str | None = None
+    context: str | None = None
 
 
 class Turn(msgspec.Struct, frozen=True):
