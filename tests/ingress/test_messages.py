@@ -160,11 +160,11 @@ async def test_a_document_is_text_that_its_title_precedes(front):
         {"type": "text", "text": "Where?"},
     ]
     answer = await ask(front, messages=[{"role": "user", "content": said}])
-    assert prompt_of(front) == "<user>News\nof today\nBern is sunny.\nSo\nis Rome.\nWhere?<assistant>"
+    assert front.prompt == "<user>News\nof today\nBern is sunny.\nSo\nis Rome.\nWhere?<assistant>"
     assert "x-mooncake-warning" not in answer.headers
     result = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "document", "source": plain}]}
     await ask(front, messages=[*ASK, {"role": "user", "content": [result]}])
-    assert "Bern is sunny." in prompt_of(front)
+    assert "Bern is sunny." in front.prompt
 
 
 async def test_tokens_are_counted_as_they_would_be_read(front):
