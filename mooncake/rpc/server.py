@@ -34,6 +34,9 @@ _OPTIONS = (
 )
 TAKEN_KEY = "mooncake-taken"  # in a stream's initial metadata: the server has accepted the call
 KEEPALIVE_S = 10.0  # of silence before a peer with calls is pinged, and for its answer
+# For a peer to take a connection. A first call waits as long for a machine that is cut off; and a connection that is
+# begun meanwhile sends its packets ever more rarely, so that it is not there soon after the way is free again.
+CONNECT_S = 5.0
 _SERVER_OPTIONS = (
     *_OPTIONS,
     # By default servers treat pings on quiet streams as abuse; a queued request is quiet.
@@ -42,6 +45,7 @@ _SERVER_OPTIONS = (
 )
 _CHANNEL_OPTIONS = (
     *_OPTIONS,
+    ("grpc.min_reconnect_backoff_ms", int(CONNECT_S * 1e3)),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     # A shared one makes a new channel wait before it tries an address that was out of reach for another channel.

@@ -275,6 +275,24 @@ async def test_failures_of_the_transport_name_the_peer() -> None:
     assert error.message.startswith("the store: ")
 
 
+async def test_a_peer_that_is_cut_off_is_found_unavailable_within_seconds() -> None:
+    """Its packets are lost, as between machines: here because a port takes no more connections."""
+    channels = Channels()
+    with contextlib.ExitStack() as stack:
+        port = stack.enter_context(socket.socket())
+        port.bind(("127.0.0.1", 0))
+        port.listen(0)
+        for _ in range(2):  # one more than wait there to be accepted
+            other = stack.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(port.getsockname())
+        stub = inference_pb2_grpc.InferenceStub(channels.get(f"127.0.0.1:{port.getsockname()[1]}"))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=8)
+    await channels.close()
+    assert isinstance(error_from_rpc(caught.value), errors.NodeUnavailable), "the call's own time was not needed"
+
+
 async def test_callers_deadlines_pass_through_and_end_the_work(live: Live) -> None:
     await live.stub.Tokenize(pb.TokenizeRequest(text="a"), timeout=50)
     assert 40 < live.servicer.remaining_s <= 50.1, "on the wire, 50 s less a moment are 50.0 s in tenths, rounded up"
