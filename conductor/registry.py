@@ -278,14 +278,15 @@ class Registry:
         """Incarnations of the nodes whose heartbeats arrive."""
         return frozenset(node.info.incarnation for node in self._nodes.values() if node.state is NodeState.LIVE)
 
-    def usable(self, role: Role) -> list[Node]:
+    def usable(self, role: Role, barred: frozenset[int] = frozenset()) -> list[Node]:
         """Nodes that may get work, by id: the live ones; if none, the suspects; if none, the sick ones: slow answers
-        are better than none, and wrong bytes are detected."""
-        of_role = [node for node in self.nodes() if node.info.role is role]
+        are better than none, and wrong bytes are detected. With ``barred`` (incarnations), those of the others that are
+        live or, if none is, suspects: whoever has failed a request need not be worse than a sick one."""
+        of_role = [node for node in self.nodes() if node.info.role is role and node.info.incarnation not in barred]
         for state in (NodeState.LIVE, NodeState.SUSPECT):
             if found := [node for node in of_role if node.effective_state is state]:
                 return found
-        return [node for node in of_role if node.state is NodeState.LIVE]
+        return [] if barred else [node for node in of_role if node.state is NodeState.LIVE]
 
     def most_pages(self, role: Role) -> int:
         """KV pages of the role's node with the most memory; 0 while unknown. Asked for each request several times, so

@@ -69,8 +69,10 @@ class Placer:
         registry, retries = self._fleet.registry, progress.retries
         if retries.dead:  # some may have sent heartbeats since: the client read late, or the request waited for them
             retries.revive(registry.live())
+        barred = facts.excluded | retries.failed
         usable = (
-            incarnations(node.info for node in registry.usable(role)) - facts.excluded
+            incarnations(node.info for node in (*registry.usable(role), *registry.usable(role, barred)))
+            - facts.excluded
             for role in (Role.PREFILL, Role.DECODE)
         )
         placement = self._best(facts._replace(excluded=facts.excluded | retries.excluded(usable)), progress, now)

@@ -57,10 +57,15 @@ class Retries:
         """These nodes are alive: only the connection to them was lost. They are used again when there is no other."""
         self.dead -= live
 
+    @property
+    def failed(self) -> Incarnations:
+        """Nodes that may have been the cause of a failure."""
+        return self.suspects | self.unreached
+
     def excluded(self, roles: Iterable[Incarnations]) -> Incarnations:
         """Nodes the next attempt must avoid: the dead, and of each role's usable nodes those that failed it, unless
         those are all that are alive. ``roles`` is only evaluated after a failure."""
-        failed = self.suspects | self.unreached
+        failed = self.failed
         if not failed:
             return NO_NODES
         avoided = self.dead

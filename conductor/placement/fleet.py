@@ -42,6 +42,10 @@ class Fleet:
         """The cluster as it is. The same object, updated in place, until a node comes or goes."""
         return self._keeper.current(now)
 
+    def view_apart_from(self, barred: frozenset[int]) -> View:
+        """A view of its own, of the nodes that may get work where these (incarnations) may not."""
+        return self._keeper.apart_from(barred)
+
     def booked(self, node_id: str) -> NodeBookings:
         return self._bookings[node_id]
 
@@ -50,13 +54,9 @@ class Fleet:
         """Nodes with bookings that were not released. Empty when no request runs."""
         return {node_id: booked for node_id, booked in self._bookings.items() if not booked.is_empty}
 
-    def session(self, session: str) -> tuple[int, int]:
-        """Where the session's last request was placed, in the current view: (prefill, decode); NONE if that node is
-        gone."""
+    def session(self, session: str, view: View) -> tuple[int, int]:
+        """Where the session's last request was placed, in this view: (prefill, decode); NONE if that node is gone."""
         prefill_id, decode_id = self._sessions.get(session, ("", ""))
-        view = self._keeper.view
-        if view is None:
-            return NONE, NONE
         return view.prefill_at.get(prefill_id, NONE), view.decode_at.get(decode_id, NONE)
 
     def book(self, booking: Booking, now: float, session: str = "") -> None:

@@ -19,7 +19,7 @@ from conductor.placement.policies import DEFAULT_POLICY, POLICIES, Policy
 from conductor.placement.policies.milliseconds import milliseconds
 from conductor.placement.predict import Breakdown, Prediction, explain
 from conductor.placement.search_native import NativeSearch, load_search
-from conductor.placement.view import NONE, Choice, PlacementQuery, RequestFacts, Shape
+from conductor.placement.view import NONE, Choice, PlacementQuery, RequestFacts, Shape, View
 from conductor.registry import NodeInfo
 from mooncake.errors import NodeUnavailable, Overloaded
 
@@ -69,7 +69,7 @@ class PlacementScheduler:
 
     def query(self, facts: RequestFacts, now: float) -> PlacementQuery:
         """The request, and the cluster as it is now."""
-        view = self.fleet.view(now)
+        view = self._view(facts, now)
         runs = self.fleet.index.runs(facts.keys)
         if self._pending_prefixes is not None:
             self._pending_prefixes.extend_runs(facts.keys, view, runs, self.fleet.index.longest)
@@ -78,8 +78,16 @@ class PlacementScheduler:
             query.prefill_ok = _allowed(view.prefill.nodes, facts.excluded)
             query.decode_ok = _allowed(view.decode.nodes, facts.excluded)
         if facts.session:
-            query.last_prefill, query.last_decode = self.fleet.session(facts.session)
+            query.last_prefill, query.last_decode = self.fleet.session(facts.session, view)
         return query
+
+    def _view(self, facts: RequestFacts, now: float) -> View:
+        """The usual one, unless it has nobody for this request and there are suspects."""
+        view = self.fleet.view(now)
+        if not facts.excluded or all(_allowed(nodes, facts.excluded).any() for nodes in _needed(view, facts)):
+            return view
+        suspects_too = self.fleet.view_apart_from(facts.excluded)
+        return suspects_too if all(_needed(suspects_too, facts)) else view
 
     def place(self, facts: RequestFacts, now: float) -> Placement:
         """The policy's choice.
@@ -196,6 +204,10 @@ def check_time(placement: Placement, budget_ms: float) -> None:
             f"the first token is predicted in {placement.predicted_ttft_ms:.0f} ms, after the request's deadline",
             min(max(late_ms / 1e3, MIN_RETRY_S), MAX_RETRY_S),
         )
+
+
+def _needed(view: View, facts: RequestFacts) -> tuple[tuple[NodeInfo, ...], ...]:
+    return (view.prefill.nodes, view.decode.nodes) if facts.needs_decode else (view.prefill.nodes,)
 
 
 def _allowed(nodes: tuple[NodeInfo, ...], excluded: frozenset[int]) -> Bools:

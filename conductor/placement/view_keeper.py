@@ -62,6 +62,14 @@ class ViewKeeper:
                 self._set_cost(view, changed)
         return view
 
+    def apart_from(self, barred: frozenset[int]) -> View:
+        """A view of its own, never updated, of the nodes that may get work where these may not."""
+        shared = self.view
+        try:
+            return self._build(barred)
+        finally:
+            self.view = shared
+
     def update(self, node_id: str) -> None:
         """Update a node's numbers after anything in its bookings has changed."""
         booked = self._bookings[node_id]
@@ -133,8 +141,9 @@ class ViewKeeper:
         """The node is gone; the next ``current`` rebuilds the view without it."""
         self._has_unbooked_tokens.pop(node_id, None)
 
-    def _build(self) -> View:
-        prefill, decode, stores = map(self._usable, (Role.PREFILL, Role.DECODE, Role.STORE))
+    def _build(self, barred: frozenset[int] = frozenset()) -> View:
+        prefill, decode = self._usable(Role.PREFILL, barred), self._usable(Role.DECODE, barred)
+        stores = self._usable(Role.STORE)
         for info in stores:
             self._index.join(info.node_id, is_tiered=True)
         view = self.view = self._empty_view(prefill, decode, stores)
@@ -153,8 +162,8 @@ class ViewKeeper:
             self._set_link(view, node_id, peer)
         return view
 
-    def _usable(self, role: Role) -> Nodes:
-        return tuple(node.info for node in self._registry.usable(role))
+    def _usable(self, role: Role, barred: frozenset[int] = frozenset()) -> Nodes:
+        return tuple(node.info for node in self._registry.usable(role, barred))
 
     def _empty_view(self, prefill: Nodes, decode: Nodes, stores: Nodes) -> View:
         """A view of idle nodes whose costs are unknown."""

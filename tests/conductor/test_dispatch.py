@@ -11,7 +11,7 @@ import pytest
 from conductor.api import InferenceRequest
 from conductor.dispatch.dispatcher import DEMAND_EVERY_S
 from conductor.placement.view_keeper import COSTS_REFRESH_S
-from conductor.registry import NodeState
+from conductor.registry import Health, NodeState
 from mooncake.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -152,6 +152,22 @@ async def test_the_same_pair_is_retried_when_it_is_alive_and_the_only_one(start_
     tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
     assert tokens == cluster.answer(PROMPT, 8)
     assert deltas[-1].summary.retries == 1
+    await cluster.is_quiet()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_a_suspect_is_tried_where_all_others_have_failed_the_request(start_cluster: Any, role: str) -> None:
+    """As where two machines have lost each other: each is in order for all the rest of the cluster."""
+    cluster = await start_cluster(2, 2)
+    failing, suspect = getattr(cluster, role)
+    failing.script.error = HandoffFailed("the other node cannot be reached")
+    cluster.core.registry.set_health(suspect.node_id, Health.SUSPECTED, "its steps are slow")
+    for number in range(3):
+        prompt = [*PROMPT, number]
+        tokens, deltas = await cluster.generate(cluster.request(prompt, 8))
+        assert tokens == cluster.answer(prompt, 8)
+        assert deltas[-1].summary.retries == 1
+    assert failing.calls == suspect.calls == 3
     await cluster.is_quiet()
 
 

@@ -34,8 +34,8 @@ def beat(nodes: Registry, now: float, node_id: str = "p0", incarnation: int = 1,
     return nodes.heartbeat(node_id, incarnation, NodeLoad(waiting=3), draining, now)
 
 
-def usable(nodes: Registry) -> list[str]:
-    return [node.info.node_id for node in nodes.usable(Role.PREFILL)]
+def usable(nodes: Registry, barred: int = 0) -> list[str]:
+    return [node.info.node_id for node in nodes.usable(Role.PREFILL, frozenset({barred} - {0}))]
 
 
 def state(nodes: Registry, node_id: str = "p0") -> NodeState:
@@ -190,8 +190,10 @@ def test_a_sick_node_works_only_when_there_is_no_other() -> None:
     nodes.register(prefill("p1", incarnation=2), now=0.0)
     nodes.set_health("p0", Health.SUSPECTED, "slow")
     assert usable(nodes) == ["p1"]
+    assert usable(nodes, barred=2) == ["p0"]
     nodes.set_health("p1", Health.ISOLATED, "wrong bytes")
     assert usable(nodes) == ["p0"], "a suspect before one that was taken out"
+    assert usable(nodes, barred=1) == []
     nodes.set_health("p0", Health.ISOLATED, "slow")
     assert usable(nodes) == ["p0", "p1"], "slow answers are better than none"
     nodes.set_health("p1", Health.PROBATION, "")
