@@ -16,6 +16,7 @@ import pytest
 import torch
 from dirty_pages import dirty_kb
 from reference import smollm2
+from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 from tiny_model import write_tiny_model
 
@@ -238,9 +239,36 @@ def test_cached_weights_that_a_power_cut_has_spoilt_are_made_again(
     assert cached.read_bytes() == whole
 
 
-def test_weights_of_a_kind_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("damage", [lambda data: bytes(len(data)), lambda data: data[:-1] + bytes([data[-1] ^ 1])])
+def test_cached_weights_whose_header_is_whole_and_their_bytes_are_not_are_made_again(
+    damage: Callable[[bytes], bytes], dtype: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_gguf(tmp_path / "a.gguf")
+    checkpoint = open_checkpoint(str(tmp_path / "a.gguf"))
+    usual = {name: tensor.clone() for name, tensor in load_weights(checkpoint, dtype).items()}
+    (cached,) = cache.iterdir()
+    whole = cached.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    cached.unlink()
+    cached.write_bytes(whole[:begin] + damage(whole[begin:]))
+    same(load_weights(checkpoint, dtype), usual)
+    assert cached.read_bytes() == whole
+    assert "of no use: their checksum does not match" in caplog.text
 
+
+def test_cached_weights_of_a_version_without_checksums_are_made_again(tmp_path: Path, cache: Path) -> None:
+    write_gguf(tmp_path / "a.gguf")
+    checkpoint = open_checkpoint(str(tmp_path / "a.gguf"))
+    usual = {name: tensor.clone() for name, tensor in load_weights(checkpoint, "float32").items()}
+    (cached,) = cache.iterdir()
+    whole = cached.read_bytes()
+    save_file({name: torch.zeros_like(tensor) for name, tensor in usual.items()}, cached)
+    same(load_weights(checkpoint, "float32"), usual)
+    assert cached.read_bytes() == whole
+
+
+def test_weights_of_a_kind_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "tiny")
     path = tmp_path / "tiny" / "model.safetensors"
     save_file({name: tensor.to(torch.int8) for name, tensor in load_file(path).items()}, path)

@@ -1,7 +1,8 @@
 """Weights of a checkpoint as torch tensors with Hugging Face names, from any file format.
 
 GGUF weights are dequantised once and stored as safetensors in the user's cache, so that all processes of a machine map
-the same pages. The cache is optional: without space or permission, weights are dequantised on access.
+the same pages. The cache is optional: without space or permission, weights are dequantised on access. Its files have
+checksums, because nothing else would notice zeros or a flipped bit there.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+import xxhash
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from mooncake.checkpoint import Checkpoint, GGUFCheckpoint, HFCheckpoint, weight_shapes
@@ -37,6 +39,7 @@ log = logging.getLogger(__name__)
 
 MAX_CACHED_BYTES = 8 << 30  # for all models; the least recently used one is removed first
 _STALE_PART_S = 3600  # after this long a partial file is abandoned
+_CHECKSUM = "xxh3-64"  # in the metadata of a cached file: of the bytes of all weights, in the order of their names
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, codes: Coding = "", keeps_groups: KeptGroups = "") -> Weights:
@@ -129,8 +132,7 @@ def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Weig
     path = _cache_path(checkpoint, dtype)
     if path is not None and path.exists():
         try:
-            weights = _mapped(path)
-            if {name: tuple(tensor.shape) for name, tensor in weights.items()} == weight_shapes(checkpoint.config):
+            if (weights := _intact(path, weight_shapes(checkpoint.config))) is not None:
                 os.utime(path)
                 return weights
         except (ModelError, OSError) as error:
@@ -151,6 +153,26 @@ def _cached_gguf_weights(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Weig
         return from_file
 
 
+def _intact(path: Path, shapes: dict[str, tuple[int, ...]]) -> Weights | None:
+    """The cached weights; None if they are of other shapes, or of a version that wrote no checksum. Raises ModelError,
+    also for bytes that have changed."""
+    weights = _mapped(path)
+    if {name: tuple(tensor.shape) for name, tensor in weights.items()} != shapes:
+        return None
+    with safe_open(path, "pt") as file:
+        expected = (file.metadata() or {}).get(_CHECKSUM)
+    if expected is not None and expected != _checksum(weights):
+        raise ModelError("their checksum does not match")
+    return None if expected is None else weights
+
+
+def _checksum(weights: Mapping[str, torch.Tensor]) -> str:
+    whole = xxhash.xxh3_64()
+    for name in sorted(weights):  # as they lie in the file
+        whole.update(weights[name].contiguous().flatten().view(torch.uint8).numpy().data)
+    return whole.hexdigest()
+
+
 def _cache_path(checkpoint: GGUFCheckpoint, dtype: torch.dtype) -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
@@ -167,7 +189,7 @@ def _store(weights: dict[str, torch.Tensor], path: Path, num_bytes: int) -> None
     _tidy(path.parent, MAX_CACHED_BYTES - num_bytes)
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        save_file(weights, part)
+        save_file(weights, part, {_CHECKSUM: _checksum(weights)})
         rename_whole(part, path)
     finally:
         with contextlib.suppress(OSError):
