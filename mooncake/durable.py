@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -13,3 +14,18 @@ def rename_whole(part: Path, path: Path) -> None:
     with part.open("rb") as file:
         os.fsync(file.fileno())
     part.replace(path)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that keeps what it held until all of ``data`` is there. Raises OSError."""
+    if path.exists() and not path.is_file():  # a pipe, or the terminal
+        path.write_bytes(data)
+        return
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(data)
+        rename_whole(part, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from mooncake.durable import rename_whole
+from mooncake.durable import write_whole
 from mooncake.errors import ConfigError
 
 MAX_FILE_BYTES = 16 << 20
@@ -42,12 +42,9 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 def save_key_scales(path: Path, scales: KeyScales, model: str, tokens: int) -> None:
     """``model`` and ``tokens`` record the origin. Written atomically. Raises ConfigError when there is no room."""
-    part = path.with_name(path.name + ".part")
     try:
-        part.write_bytes(msgspec.json.encode(_File(model, tokens, scales.exponents.tolist())) + b"\n")
-        rename_whole(part, path)
+        write_whole(path, msgspec.json.encode(_File(model, tokens, scales.exponents.tolist())) + b"\n")
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from mooncake.durable import write_whole
 from mooncake.errors import ConfigError
 
 
@@ -64,4 +65,8 @@ def read_profile(path: str) -> Profile:
 
 
 def write_profile(path: Path, profile: Profile) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    """Raises ConfigError when there is no room; then ``path`` holds what it held."""
+    try:
+        write_whole(path, msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+from dirty_pages import dirty_kb
 from tiny_model import write_tiny_model
 
 from mooncake.app.variants.comparison import Comparison, Prompt, agreement, divergence, every_input, runs
@@ -15,7 +17,7 @@ from mooncake.app.variants.profile import ProfileOptions, load_pair, pareto, pro
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ConfigError
 from mooncake.precision import resolve_precision
-from mooncake.variants import Candidate, read_profile
+from mooncake.variants import Candidate, Profile, read_profile, write_profile
 
 LAYERS, BLOCK = 6, 8
 PLAIN = resolve_precision("float32")
@@ -94,6 +96,23 @@ def test_a_profile_is_written_for_this_pair(tmp_path: Path, capsys: pytest.Captu
     assert "KL, nats" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="another model"):
         found.check(open_checkpoint(str(sender)).digest, LAYERS)
+
+
+def test_a_profile_takes_the_place_of_another_once_it_is_whole(tmp_path: Path) -> None:
+    """The limit on the size of a file stands for a disk that fills up: writing stops in the middle."""
+    file = tmp_path / "profile.json"
+    before = Profile("sender", "receiver", 1, 2, (1,))
+    write_profile(file, before)
+    assert dirty_kb(file) == 0, "it is on the disk before it has its name"
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, unlimited[1]))
+    try:
+        with pytest.raises(ConfigError, match="cannot write"):
+            write_profile(file, Profile("another", "receiver", 3, 4, (3,)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert read_profile(str(file)) == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_what_cannot_be_profiled_is_said(tmp_path: Path) -> None:
