@@ -20,11 +20,11 @@ from conductor.admission.fair_queue import band_of
 from conductor.admission.queue import AdmissionQueue
 from conductor.api import Delta, InferenceRequest
 from conductor.dispatch.attempt import Attempt, AttemptFailed
-from conductor.dispatch.lifecycle import RequestState, handoff_lifecycle
+from conductor.dispatch.lifecycle import HandoffPhase, RequestState, handoff_lifecycle
 from conductor.dispatch.merge import Merger
 from conductor.dispatch.node_requests import NodeRequests, node_requests
 from conductor.dispatch.node_wait import NodeWait
-from conductor.dispatch.placer import NodesLacking, Placer
+from conductor.dispatch.placer import NodesLacking, Placer, pair_of
 from conductor.dispatch.request_progress import RequestProgress
 from conductor.dispatch.retry import Failure, incarnations
 from conductor.model_facts import ModelFacts
@@ -38,6 +38,7 @@ from mooncake.config import Config
 from mooncake.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
+    HandoffFailed,
     InternalError,
     InvalidRequest,
     MooncakeError,
@@ -197,6 +198,7 @@ class Dispatcher:
 
     def node_gone(self, info: NodeInfo, why: str) -> None:
         """A node has left the cluster: whatever runs there fails now and is retried elsewhere."""
+        self.placer.broken_pairs.gone(info.incarnation)
         for attempt in list(self._attempts.get(info.incarnation, ())):
             attempt.node_lost(info, NodeUnavailable(f"{info.role} node {info.node_id} {why}"))
 
@@ -353,12 +355,22 @@ class Dispatcher:
         progress.error = failure.error
         if isinstance(failure.error, ChecksumMismatch):
             self._on_checksum_error(attempt.nodes)
-        may_try = progress.retries.learn(self._failure(attempt))
+        known = self._failure(attempt)
+        if not (known.lost or known.leaving) and isinstance(failure.error, (NodeUnavailable, HandoffFailed)):
+            self._handoff_failed(attempt.placement, failure.error)
+        may_try = progress.retries.learn(known)
         if not (may_try and failure.is_retryable):
             raise failure.error from None
         self.stats.retries += 1
         request_id = progress.request.request_id
         log.warning("%s is tried elsewhere after %d tokens: %s", request_id, progress.num_emitted, failure.error)
+
+    def _handoff_failed(self, placement: Placement, error: MooncakeError) -> None:
+        """Both nodes are there."""
+        if placement.decode is None or not self.placer.broken_pairs.failed(pair_of(placement), self._clock()):
+            return
+        names = f"{placement.prefill.node_id} and {placement.decode.node_id}"
+        log.warning("%s are not used together for a while: hand-offs between them fail: %s", names, error)
 
     def _failure(self, attempt: Attempt) -> Failure:
         """What the attempt's failure says of its nodes."""
@@ -375,6 +387,8 @@ class Dispatcher:
         self.admission_queue.finished(attempt.booking, progress.num_emitted if progress.is_complete else 0)
         if attempt.merger.handoff is not None:
             self.stats.handoffs[attempt.merger.handoff.state] += 1
+            if attempt.merger.handoff.state is HandoffPhase.COMMITTED:
+                self.placer.broken_pairs.worked(pair_of(attempt.placement))
         for info in attempt.nodes:
             attempts = self._attempts[info.incarnation]
             attempts.discard(attempt)

@@ -1,7 +1,7 @@
 """Placement of a request, or of what is left of it after a failed attempt: its facts, and the best nodes for it.
 
 It counts and books nothing and calls no node. The scheduler compares pairs; here the nodes that failed this request are
-ruled out, and a local prefill on the decode node is considered.
+ruled out, pairs without a way between them are avoided, and a local prefill on the decode node is considered.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
+from conductor.dispatch.broken_pairs import BrokenPairs, Pair
 from conductor.dispatch.request_progress import RequestProgress
 from conductor.dispatch.retry import incarnations
 from conductor.model_facts import ModelFacts
@@ -35,6 +36,7 @@ class Placer:
     ) -> None:
         """``stats`` describes recent answers. Raises ConfigError for an unknown policy."""
         self.scheduler = PlacementScheduler(fleet, model.shape, _policy(config.conductor.policy))
+        self.broken_pairs = BrokenPairs()
         self.on_arrival: list[Callable[[PlacementQuery, Placement, float], None]] = []  # called once per request
         self._model = model
         self._fleet = fleet
@@ -87,6 +89,8 @@ class Placer:
         """The scheduler's pair, or a decode node alone."""
         query = self.scheduler.query(facts, now)
         placement = self.scheduler.choose(query)
+        if self._is_broken(placement, now):
+            query, placement = self._around(facts, query, placement, now)
         if progress.is_new:
             for tell in self.on_arrival:
                 tell(query, placement, now)
@@ -94,6 +98,33 @@ class Placer:
         if not facts.needs_decode or len(progress.emitted) > 1 or not self._max_local_tokens:
             return placement
         return local_prefill(query, placement, self._fleet.costs, self._max_local_tokens) or placement
+
+    def _is_broken(self, placement: Placement, now: float) -> bool:
+        return placement.decode is not None and self.broken_pairs.avoids(pair_of(placement), now)
+
+    def _around(
+        self, facts: RequestFacts, query: PlacementQuery, placement: Placement, now: float
+    ) -> tuple[PlacementQuery, Placement]:
+        """Other nodes than this broken pair, of which one is enough. The pair itself if there is nobody else."""
+        broken, barred = (query, placement), facts.excluded
+        while self._is_broken(placement, now):
+            for incarnation in reversed(pair_of(placement)):
+                try:
+                    query = self.scheduler.query(facts._replace(excluded=barred | {incarnation}), now)
+                    placement = self.scheduler.choose(query)
+                except NodeUnavailable:
+                    continue
+                barred |= {incarnation}
+                break
+            else:
+                return broken
+        return query, placement
+
+
+def pair_of(placement: Placement) -> Pair:
+    """The nodes of a placement that has two."""
+    assert placement.decode is not None
+    return placement.prefill.incarnation, placement.decode.incarnation
 
 
 def _policy(name: str) -> Policy:

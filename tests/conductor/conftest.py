@@ -23,7 +23,7 @@ from conductor.placement.view import Shape
 from conductor.service import ClusterServicer
 from kvstore.metadata.memory import MemoryDirectory
 from mooncake.config import Config, load_config
-from mooncake.errors import HandoffFailed, MooncakeError
+from mooncake.errors import HandoffFailed, MooncakeError, NodeUnavailable
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership
 from mooncake.rpc import (
@@ -71,6 +71,7 @@ class Script:
     tokens_first: int = 0
     times: int = -1  # how often the error comes; -1: always
     hang: bool = False  # never answer
+    loses: tuple[str, ...] = ()  # addresses of decode nodes that it does not reach (prefill)
     token_s: float = 0.0  # between tokens
     gate: asyncio.Event | None = None  # to wait for before working
     loses_message: int = -1  # number of one that arrives empty
@@ -165,6 +166,8 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
                 await asyncio.Event().wait()
             if script.error is not None:
                 raise script.error
+            if request.decode_address in script.loses:
+                raise NodeUnavailable("decode node: failed to connect to all addresses")
             tokens = tokens_from_wire(request.tokens).tolist()
             index = len(tokens) - request.num_prompt_tokens
             token_id = EOS if index == script.answer_eos_at else next_token(tokens)

@@ -162,12 +162,41 @@ async def test_a_suspect_is_tried_where_all_others_have_failed_the_request(start
     failing, suspect = getattr(cluster, role)
     failing.script.error = HandoffFailed("the other node cannot be reached")
     cluster.core.registry.set_health(suspect.node_id, Health.SUSPECTED, "its steps are slow")
-    for number in range(3):
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert deltas[-1].summary.retries == 1
+    assert failing.calls == suspect.calls == 1
+    await cluster.is_quiet()
+
+
+async def test_nodes_that_do_not_reach_each_other_are_not_used_together_for_a_while(
+    start_cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cluster = await start_cluster(2, 2)
+    for prefill in cluster.prefill:
+        prefill.script.loses = (cluster.decode[0].address,)
+    for number in range(8):
         prompt = [*PROMPT, number]
-        tokens, deltas = await cluster.generate(cluster.request(prompt, 8))
+        tokens, _ = await cluster.generate(cluster.request(prompt, 8))
         assert tokens == cluster.answer(prompt, 8)
-        assert deltas[-1].summary.retries == 1
-    assert failing.calls == suspect.calls == 3
+    stats = cluster.core.dispatcher.stats
+    assert 0 < stats.retries <= 2 * 2, "two for each pair"
+    assert sum("are not used together for a while" in line for line in caplog.messages) == stats.retries // 2
+    await cluster.is_quiet()
+
+
+async def test_nodes_that_do_not_reach_each_other_are_used_together_where_there_is_nobody_else(
+    start_cluster: Any,
+) -> None:
+    cluster = await start_cluster(1, 1)
+    script = cluster.prefill[0].script
+    script.loses = (cluster.decode[0].address,)
+    for _ in range(2):
+        with pytest.raises(NodeUnavailable, match="decode node: failed to connect"):
+            await cluster.generate(cluster.request(PROMPT, 8))
+    script.loses = ()
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8) and deltas[-1].summary.retries == 0
     await cluster.is_quiet()
 
 
