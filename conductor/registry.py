@@ -18,7 +18,7 @@ from mooncake.types import Role, SegmentAddress
 
 MAX_NODES = 4096
 REPLACED_KEPT = 64  # replaced incarnations remembered per node id
-GONE_KEPT = 4096  # node ids whose last incarnation is remembered after they timed out
+GONE_KEPT = 4096  # node ids whose last incarnation is remembered after they timed out, and whose replaced ones are
 MISSED_HEARTBEATS = 3  # after this many a node is suspect
 
 
@@ -181,6 +181,8 @@ class Registry:
         before = self._gone.pop(info.node_id, None) if old is None else old.info.incarnation
         if before not in (None, info.incarnation):
             self._replaced.setdefault(info.node_id, deque(maxlen=REPLACED_KEPT)).append(before)
+            while len(self._replaced) > GONE_KEPT:
+                del self._replaced[next(iter(self._replaced))]
         self._nodes[info.node_id] = Node(info, NodeState.LIVE, now)
         self.version += 1
         return old.info if old else None

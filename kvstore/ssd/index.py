@@ -291,7 +291,7 @@ class SsdIndex:
         assert +live == +Counter({number: segment.live for number, segment in self._segments.items()})
         assert self.live_bytes == sum(live.values())
         assert sum(len(segment.keys) for segment in self._segments.values()) == len(self._blocks)
-        assert sum(self._usage.values()) == self.live_bytes
+        assert sum(self._usage.values()) == self.live_bytes and self._usage.keys() == self._by_tenant.keys()
         assert len(self._policy) == len(self._blocks)
 
     def _insert(self, header: BlockHeader, place: Place, now: float) -> None:
@@ -335,7 +335,7 @@ class SsdIndex:
         self._usage[tenant] -= place.size
         del self._by_tenant[tenant][key]
         if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+            del self._by_tenant[tenant], self._usage[tenant]
 
 
 def _drop_of(key: BlockKey, place: Place) -> Drop:

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from conductor.registry import TRANSITIONS, Health, NodeEvent, NodeInfo, NodeLoad, NodeState, Registry
+from conductor.registry import GONE_KEPT, TRANSITIONS, Health, NodeEvent, NodeInfo, NodeLoad, NodeState, Registry
 from mooncake.errors import ConfigError, StaleEpoch
 from mooncake.types import Role, SegmentAddress
 
@@ -111,6 +111,18 @@ def test_a_new_incarnation_replaces_the_old_one_for_ever() -> None:
     with pytest.raises(StaleEpoch):
         nodes.register(prefill(incarnation=1), now=1.2)
     assert beat(nodes, now=1.3, incarnation=2)
+
+
+def test_so_many_ids_whose_processes_were_replaced_are_remembered_and_no_more() -> None:
+    nodes = registry()
+    for number in range(GONE_KEPT + 1):
+        now = 10.0 * number
+        nodes.register(prefill(f"p{number}", 2 * number + 1), now)
+        nodes.register(prefill(f"p{number}", 2 * number + 2), now)
+        nodes.tick(now + 9.0)
+    with pytest.raises(StaleEpoch):
+        nodes.register(prefill("p1", 3), now + 9.0)
+    nodes.register(prefill("p0", 1), now + 9.0)
 
 
 def test_a_paused_process_does_not_replace_its_successor() -> None:

@@ -667,6 +667,15 @@ async def test_a_tenant_has_no_more_than_its_quota_though_it_saves_all_at_once(t
         assert sum(kept[1::2]) == sum(kept[::2]) == 5 and kept == [key(n) in opened for n in range(16)]
 
 
+async def test_of_tenants_whose_blocks_have_gone_nothing_is_kept(tmp_path: Path) -> None:
+    """Their names are callers' own, as many as they like."""
+    async with tier(tmp_path, 8 * MIB) as opened:
+        for number in range(200):
+            await opened.save(header(number, tenant=f"tenant {number}"), data(number))
+        opened.index.check()
+        assert len(opened.index) < 120
+
+
 async def test_without_o_direct_the_page_cache_serves(tmp_path: Path) -> None:
     async with tier(tmp_path, direct=False) as opened:
         assert not opened.is_direct
