@@ -236,6 +236,7 @@ class Core:
             try:
                 if pause_s > TICK_S:  # this process was stopped or starved, or is so busy that it hears late
                     self.registry.discount_pause(pause_s)
+                    self.health.discount_pause(pause_s)
                 if pause_s > self.heartbeat_interval_s:
                     self.health.discard_open_probes()
                 self.tick()

@@ -156,6 +156,14 @@ class HealthTracker:
             record.missed = 0 if ok else record.missed + 1
             record.probes_ok = record.probes_ok + 1 if ok else 0
 
+    def discount_pause(self, pause_s: float) -> None:
+        """Nobody was listening for this long: what was seen before has lasted no longer for it."""
+        for record in self._records.values():
+            record.since += pause_s
+            record.faulty_since += pause_s
+            record.fault_at += pause_s
+            record.errors = [at + pause_s for at in record.errors or ()]
+
     def tick(self, now: float, idle: Iterable[str] = ()) -> list[HealthChange]:
         """The nodes that change state now. ``idle``: nodes on which nothing runs."""
         is_idle = set(idle)

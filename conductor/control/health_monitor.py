@@ -87,6 +87,10 @@ class HealthMonitor:
         """This process itself was not running: probes that are open now do not count if they fail."""
         self._discarded_at = self._clock()
 
+    def discount_pause(self, pause_s: float) -> None:
+        """This process itself was not running for this long."""
+        self.tracker.discount_pause(pause_s)
+
     def heartbeat(self, node_id: str, samples: pb.CostSamples, counters: dict[str, int]) -> None:
         """Compare the reported steps with the node's costs while it was healthy. The cost model itself would learn to
         expect a slow node to be slow."""

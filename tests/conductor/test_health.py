@@ -83,6 +83,19 @@ def test_a_silent_node_is_suspected_within_three_seconds() -> None:
     assert nodes.states("d0") == [Health.SUSPECTED, Health.HEALTHY], "a short pause is forgiven"
 
 
+def test_a_suspect_is_one_no_longer_for_a_time_in_which_nobody_listened() -> None:
+    nodes = Nodes()
+    nodes.tracker.checksum_error("d0", nodes.now)
+    nodes.tracker.checksum_error("d0", nodes.now)
+    nodes.run(2)
+    nodes.now += 3600.0
+    nodes.tracker.discount_pause(3600.0)
+    nodes.run(2)
+    assert nodes.states("d0") == [Health.SUSPECTED]
+    nodes.run(4)
+    assert nodes.states("d0")[1:] == [Health.DRAINING, Health.ISOLATED], "its errors are as old as before, too"
+
+
 def test_corrupt_blocks_isolate() -> None:
     nodes = Nodes()
     nodes.run(10)

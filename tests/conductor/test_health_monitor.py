@@ -1,10 +1,12 @@
 """A sick node in a running cluster: found by what its requests and probes show, taken out, and taken back."""
 
+import asyncio
 import logging
 import time
 
 import pytest
 
+from conductor.core import TICK_S
 from conductor.registry import Health, NodeState
 from mooncake.config import load_config
 from mooncake.errors import ChecksumMismatch
@@ -80,6 +82,20 @@ async def test_a_slow_node_is_compared_with_its_healthy_baseline_not_with_the_ad
     assert costs.prefill("p1").ms(64, 0) > 100.0
     await cluster.eventually(lambda: monitor.tracker.state("p1") is not Health.HEALTHY)
     assert [monitor.tracker.is_slow(name) for name in ("p0", "p1", "p2")] == [False, True, False]
+
+
+async def test_a_conductor_that_stood_still_has_not_watched_a_suspect_meanwhile(fake_cluster_of) -> None:
+    """Nothing runs in this process meanwhile, as on a machine that stands still."""
+    settings = ["conductor.grpc_port=0", "conductor.heartbeat_interval_s=0.05", "health.confirm_s=2.0"]
+    cluster = await fake_cluster_of(load_config(overrides=settings), 2, 2)
+    health, [bad, _] = cluster.core.health, cluster.decode
+    for _ in range(2):
+        health.checksum_error([cluster.core.registry.get(bad.node_id).info])
+    await cluster.eventually(lambda: health.tracker.state(bad.node_id) is Health.SUSPECTED)
+    time.sleep(2.5)  # noqa: ASYNC251
+    await asyncio.sleep(4 * TICK_S)
+    assert health.tracker.state(bad.node_id) is Health.SUSPECTED
+    await cluster.eventually(lambda: health.tracker.state(bad.node_id) is not Health.SUSPECTED)
 
 
 async def test_a_node_that_does_not_answer_probes_is_suspected(cluster) -> None:
