@@ -70,7 +70,10 @@ class _StepSpeed:
     def add(self, log_ratio: float, learning: float) -> None:
         """``learning`` scales the rate at which the baseline follows: 1 in full, 0 not at all."""
         self.count += 1
-        self.recent += max(0.15, 1.0 / self.count) * (log_ratio - self.recent)
+        further = log_ratio - self.recent
+        if self.is_known:  # one step, as one during which the machine stood still, says little
+            further = min(further, MAX_DEVIATION)
+        self.recent += max(0.15, 1.0 / self.count) * further
         if self.count == 1:
             self.baseline = log_ratio
         apart = min(abs(log_ratio - self.baseline), MAX_DEVIATION)  # one outlier must not widen it for long

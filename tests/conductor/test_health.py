@@ -72,6 +72,16 @@ def test_a_millisecond_more_is_what_a_busy_machine_does_and_no_failure() -> None
     assert Health.ISOLATED in nodes.states("d1"), "so much is one"
 
 
+def test_a_step_during_which_the_machine_stood_still_is_no_failure() -> None:
+    nodes = Nodes(count=2)
+    nodes.run(60)
+    nodes.tracker.measured("d0", 60_000.0, nodes.usual_ms)
+    nodes.run(60)
+    assert nodes.history == []
+    nodes.tracker.measured("d1", 60_000.0, nodes.usual_ms)
+    assert not nodes.tracker.is_slow("d1"), "it may have no further step for long"
+
+
 def test_a_silent_node_is_suspected_within_three_seconds() -> None:
     nodes = Nodes()
     nodes.run(10)
