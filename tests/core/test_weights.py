@@ -254,7 +254,7 @@ def test_cached_weights_whose_header_is_whole_and_their_bytes_are_not_are_made_a
     cached.write_bytes(whole[:begin] + damage(whole[begin:]))
     same(load_weights(checkpoint, dtype), usual)
     assert cached.read_bytes() == whole
-    assert "of no use: their checksum does not match" in caplog.text
+    assert "cannot be used: their checksum does not match" in caplog.text
 
 
 def test_cached_weights_of_a_version_without_checksums_are_made_again(tmp_path: Path, cache: Path) -> None:
