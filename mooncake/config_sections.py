@@ -27,7 +27,7 @@ class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "float32"  # of weights: "float32", "bfloat16", or "auto": bfloat16 if all devices multiply it natively
     kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype
     key_scales: str = ""  # a file of `mooncake key-scales`: int8 keys, scaled by channel
-    # "plain": as dtype | "int8": int8 weights, on CPUs | "w8a8": int8 weights and activations | "stored": codes of a
+    # "plain": as dtype | "int8": int8 weights | "w8a8": int8 weights and activations | "stored": codes of a
     # quantised checkpoint as they are, on CPUs | "stored_a8": likewise, and int8 activations for those in groups |
     # "auto": as "stored", but codes in groups only where dtype is float32
     weights: str = "auto"

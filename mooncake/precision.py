@@ -93,8 +93,6 @@ def resolve_precision(
         if value not in known:
             raise ConfigError(f"model.{name} must be one of {', '.join(known)}, got {value!r}")
     on_cpus, scales = all(device == "cpu" for device in devices), None
-    if weights == "int8" and not on_cpus:
-        raise ConfigError('model.weights="int8" is for CPUs; on a GPU, model.weights="w8a8" has its kernels')
     if weights.startswith("stored") and not on_cpus:
         raise ConfigError(f'model.weights="{weights}" is for CPUs; GPUs have values: model.weights="auto"')
     if dtype == "auto":

@@ -7,6 +7,7 @@ by hand.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -28,6 +29,7 @@ from mooncake.kernels.gpu import (
     triton_elementwise,
     triton_experts,
     triton_latent_attention,
+    triton_products,
     triton_recurrent,
     triton_recurrent_chunks,
 )
@@ -45,6 +47,7 @@ from mooncake.kernels.gpu.attention import (
 from mooncake.kernels.gpu.experts import ADDED_AT_ONCE, SORTED_AT_ONCE, tiles_of
 from mooncake.kernels.gpu.kernels import COPY_WORDS, TURNED_PAIRS
 from mooncake.kernels.gpu.latent import LATENT_ROWS, column_parts, latent_launch, pack_latent
+from mooncake.kernels.gpu.products import STRIP, product_tiles
 from mooncake.kernels.gpu.recurrent import CONVOLVED_CHANNELS, CONVOLVED_TOKENS, CONVOLVED_WARPS, matrix_part
 from mooncake.kernels.gpu.recurrent_chunks import PART, STAGES, WALKING_WARPS, WARPS, of_score, of_solve, of_walk
 from mooncake.kernels.gpu.triton_launch import facts
@@ -368,17 +371,26 @@ def elementwise_cases() -> Iterator[Case]:
         {"WIDTH_PAD": 4096},
         num_warps=8,
     )
-    for rows in (32, 64, 128):
-        yield Case(
-            f"int8-product-{rows}",
-            triton_elementwise.int8_product,
-            {
-                **{"codes": "*i8", "code_scales": "*fp32", "weight": "*i8", "weight_scales": "*fp32"},
-                **{"bias": "*bf16", "output": "*bf16", "tokens": "i32", "outputs": "i32", "inputs": "i32"},
-            },
-            {"HAS_BIAS": False, "ROWS": rows, "COLUMNS": 128, "DEPTH": 128, "GROUP_ROWS": 8, "WIDE": False},
-            num_warps=8 if rows == 128 else 4,
-        )
+    for activations, itemsize in (("int8", 1), ("bfloat16", 2), ("float32", 4)):
+        shapes = itertools.product((1, 64, 128, 4096), (1024, 12_288, 28_672))
+        for tiles in dict.fromkeys(product_tiles(*shape, itemsize, 132) for shape in shapes):
+            output = "float32" if itemsize == 4 else "bfloat16"
+            yield Case(
+                f"int8-product-{activations}-{tiles.rows}x{tiles.columns}",
+                triton_products.int8_product,
+                {
+                    **{"rows": POINTERS[activations], "row_scales": "*fp32", "weight": "*i8", "weight_scales": "*fp32"},
+                    **{"bias": POINTERS[output], "output": POINTERS[output]},
+                    **dict.fromkeys(("row_stride", "tokens", "outputs", "inputs"), "i32"),
+                },
+                {
+                    **{"HAS_BIAS": False, "CODED": itemsize == 1, "GROUP_ROWS": STRIP, "WIDE": False},
+                    **{"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth},
+                },
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+                plain=frozenset({"tokens"}),
+            )
 
 
 def expert_cases() -> Iterator[Case]:

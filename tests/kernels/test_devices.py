@@ -53,6 +53,16 @@ def test_an_engine_on_a_gpu_gives_the_tokens_of_transformers(models: tuple[Path,
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU in bfloat16 has ties of its own; `make gpu` runs whole models there")
+def test_int8_weights_on_a_gpu_give_the_tokens_of_a_cpu(models: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = models
+    found = []
+    for device in ("cpu", "cuda"):
+        with LLM(str(folder), kv_gb=0.005, block_tokens=16, device=device, weights="int8") as llm:
+            found.append([answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU in bfloat16 has ties of its own; `make gpu` runs whole models there")
 @pytest.mark.parametrize("kv_dtype", ["float32", pytest.param("int8", marks=pytest.mark.slow)])
 def test_latent_attention_on_a_gpu_gives_the_tokens_of_a_cpu(kv_dtype: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, "deepseek_v3", **LATENT)

@@ -41,7 +41,7 @@ def check_limits(builds: list[dict[str, Any]]) -> None:
         assert int(build["registers"]) * threads * programs <= REGISTERS, build
         if name.startswith("attend") and "float32" not in name:
             assert int(build["async_copies"]) >= 32, "pages must be on their way while others are computed with"
-        if name.startswith(("experts-gate", "experts-down")) and "float32" not in name:
+        if name.startswith(("experts-gate", "experts-down", "int8-product")) and "float32" not in name:
             assert int(build["async_copies"]) >= 32, "weights must be on their way while others are multiplied"
         for kind, most in MOST_INSTRUCTIONS.items():
             assert not name.endswith(kind) or 0 < build["loop_instructions"] <= most, build
@@ -60,10 +60,11 @@ def test_the_kernels_of_decode_steps_compile_within_limits() -> None:
         "^experts-sort$",
         "^experts-gate-qwen3-30b-16x64-bfloat16$",
         "^experts-down-gpt-oss-16x32-bfloat16$",
+        "^int8-product-(int8|bfloat16)-32x32$",
         "^(convolve|recur|convolve-chunks|solve|walk)-qwen3-next$",
     )
     assert {build["sm"] for build in builds} == {80, 90}
-    assert len(builds) == 36
+    assert len(builds) == 40
     check_limits(builds)
 
 

@@ -11,7 +11,8 @@ from paged_batch import DEVICE, TOLERANCE, Batch, check_within_rounding, needs_g
 
 from mooncake.kernels import reference
 from mooncake.kernels.gpu import triton_elementwise as elementwise
-from mooncake.kernels.gpu.kernels import GpuKernels, Int8Linear, copy_pages
+from mooncake.kernels.gpu.kernels import GpuKernels, copy_pages
+from mooncake.kernels.gpu.products import Int8Linear, W8A8Linear, product_tiles
 from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.precision import Coding
 
@@ -321,11 +322,11 @@ def test_norms_and_silu_equal_the_reference(kernels: GpuKernels, dtype: torch.dt
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 130])
-def test_int8_products_are_exact_in_the_codes(tokens: int) -> None:
+def test_w8a8_products_are_exact_in_the_codes(tokens: int) -> None:
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(tokens, 160, generator=generator).to(DEVICE)
     weight, bias = torch.randn(70, 160, generator=generator).to(DEVICE), torch.randn(70, generator=generator).to(DEVICE)
-    layer = Int8Linear(weight, bias)
+    layer = W8A8Linear(weight, bias, 1)
     mixed = layer.mixed(hidden)
     torch.testing.assert_close(mixed, reference.hadamard(hidden), atol=1e-4, rtol=1e-5)
     codes = torch.empty_like(mixed, dtype=torch.int8)
@@ -352,16 +353,33 @@ def test_codes_of_a_checkpoint_are_multiplied_as_they_are(kernels: GpuKernels, c
     assert torch.equal(layer.rows(rows.to(DEVICE)).cpu(), (values * codes.scales[:, None])[rows])
 
 
-def test_int8_weights_are_values_of_the_models_type(kernels: GpuKernels) -> None:
-    """Float32 ones would be converted in each step, and embeddings of that type make a whole step float32."""
-    weight = torch.randn(70, 160, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16).to(DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 33, 130])
+def test_int8_weights_meet_activations_as_they_are(kernels: GpuKernels, dtype: torch.dtype, tokens: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, bias = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in ((70, 160), (70,)))
+    wide = torch.randn(tokens, 320, generator=generator).to(DEVICE, dtype)
+    hidden = wide[:, 160:]  # a part of rows, as what attention reads of a product is
     codes, scales, _ = reference.coded(weight, "int8")
-    hidden, values = weight[:33].clone(), (codes * scales[:, None]).to(torch.bfloat16)
-    for given in (weight, reference.Codes(codes, scales, "int8", torch.bfloat16)):
-        layer = kernels.linear(given, None, "int8")
-        assert layer.weight.dtype is torch.bfloat16
-        assert torch.equal(layer(hidden), torch.nn.functional.linear(hidden, values))
-        assert torch.equal(layer.rows(torch.tensor([69, 0], device=DEVICE)), values[[69, 0]])
+    for given in (weight, reference.Codes(codes, scales, "int8", dtype)):
+        layer = kernels.linear(given, bias, "int8")
+        assert isinstance(layer, Int8Linear)
+        expected = hidden.double() @ codes.double().T * scales.double() + bias.double()
+        torch.testing.assert_close(
+            layer(hidden), expected.to(dtype), atol=1e-4, rtol=2**-7 if dtype.itemsize == 2 else 1e-4
+        )
+        embedded = (codes * scales[:, None]).to(dtype)[[69, 0]]
+        assert torch.equal(layer.rows(torch.tensor([69, 0], device=DEVICE)), embedded)
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+@pytest.mark.parametrize("outputs", [1024, 4096, 6144, 28_672])
+def test_every_multiprocessor_reads_weights_of_a_decode_step(outputs: int, itemsize: int) -> None:
+    """A matrix of 4,096 outputs in tiles of 128 has 32 programs: three of four multiprocessors would be idle."""
+    for tokens in (1, 32, 64, 128):
+        tiles = product_tiles(tokens, outputs, itemsize, 132)
+        assert outputs / tiles.columns >= 132 or tiles.columns == 32
+        assert tiles.columns == 128 or outputs / (2 * tiles.columns) < 132
 
 
 def test_pages_are_copied_whole_and_nothing_else() -> None:

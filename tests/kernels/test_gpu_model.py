@@ -32,7 +32,7 @@ from mooncake.families.alibi import alibi_slopes
 from mooncake.hashing import Chain
 from mooncake.kernels import reference
 from mooncake.kernels.gpu.experts import tiles_of
-from mooncake.kernels.gpu.kernels import product_rows
+from mooncake.kernels.gpu.products import product_tiles
 from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.model.batch import ForwardBatch, NoHook
 from mooncake.model.decoder import Decoder
@@ -257,6 +257,9 @@ def test_warming_up_computes_as_many_tokens_as_a_step_may_have(max_tokens: int, 
     assert computed[: len(lengths)] == lengths and set(computed[len(lengths) :]) <= {1, 2}
 
 
+OUTPUTS = (1024, 4096, 6144, 28_672)
+
+
 @pytest.mark.parametrize("max_tokens", [512, 8192])
 def test_no_prompt_needs_a_kernel_that_warming_up_has_not_compiled(max_tokens: int) -> None:
     """Not even on a prefill node, which captures no decode steps but the smallest: a request would wait for seconds."""
@@ -264,7 +267,8 @@ def test_no_prompt_needs_a_kernel_that_warming_up_has_not_compiled(max_tokens: i
     def kernels(tokens: int, num_experts: int, per_token: int) -> set[object]:
         pairs = tokens * per_token
         gated, others = (tiles_of(pairs, num_experts, wide=False, is_gated=gated) for gated in (True, False))
-        return {gated, others, product_rows(tokens)}
+        products = {product_tiles(tokens, outputs, itemsize, 132) for outputs in OUTPUTS for itemsize in (1, 2, 4)}
+        return {gated, others, *products}
 
     computed = {min(tokens, max_tokens) for tokens in WARM_UP_TOKENS} | {1}
     for mixture in ((8, 2), (16, 1), (16, 2), (32, 4), (60, 4), (64, 6), (128, 1), (128, 8), (256, 8), (512, 10)):

@@ -131,5 +131,4 @@ def test_formats_resolve_or_say_what_is_known() -> None:
         resolve_precision("float32", "fp4")
     for devices in (("cuda",), ("cpu", "cuda:1")):
         assert resolve_precision("bfloat16", weights="w8a8", devices=devices).weights.coding == "w8a8"
-        with pytest.raises(ConfigError, match='"int8" is for CPUs'):  # widened there, it would take more memory
-            resolve_precision("bfloat16", weights="int8", devices=devices)
+        assert resolve_precision("bfloat16", weights="int8", devices=devices).weights.coding == "int8"

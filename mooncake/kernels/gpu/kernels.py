@@ -1,5 +1,5 @@
-"""The functions of ``reference`` on a GPU: Triton kernels for what moves memory and for experts, cuBLAS (through torch)
-for other products.
+"""The functions of ``reference`` on a GPU: Triton kernels for what moves memory, experts and int8 weights, cuBLAS
+(through torch) for other products.
 
 ``GpuKernels`` has the signatures of every other implementation. A caller that runs many layers of one step plans its
 attention once (``plan``) and passes the plan in. Without a GPU the same code runs in Triton's interpreter if
@@ -7,8 +7,6 @@ attention once (``plan``) and passes the plan in. Without a GPU the same code ru
 """
 
 from __future__ import annotations
-
-import functools
 
 import numpy as np
 import torch
@@ -31,7 +29,8 @@ from mooncake.kernels.gpu.attention import (
 from mooncake.kernels.gpu.attention_plan import Int32s, plan_attention
 from mooncake.kernels.gpu.experts import GroupedExperts
 from mooncake.kernels.gpu.latent import LATENT_ROWS, latent_launch, pack_latent, run_latent_plan
-from mooncake.kernels.gpu.triton_launch import INTERPRETED
+from mooncake.kernels.gpu.products import Int8Linear, W8A8Linear
+from mooncake.kernels.gpu.triton_launch import INTERPRETED, row_warps
 from mooncake.kernels.grouped import GroupedCodes
 from mooncake.precision import Coding
 
@@ -62,10 +61,9 @@ class GpuKernels:
             weight = weight.weights()
         weight, bias = weight.to(self.device), None if bias is None else bias.to(self.device)
         coding = weight.coding if isinstance(weight, reference.Codes) else coding
-        if coding == "int8":  # as values: no product here reads codes alone
-            codes, scales, _ = reference.coded(weight, coding)
-            weight = (codes * scales[:, None]).to(weight.dtype)
-        return Int8Linear(weight, bias) if coding == "w8a8" else reference.linear(weight, bias)
+        if not coding:
+            return reference.linear(weight, bias)
+        return (W8A8Linear if coding == "w8a8" else Int8Linear)(weight, bias, self.num_processors)
 
     def experts(
         self,
@@ -121,7 +119,7 @@ class GpuKernels:
                 eps,
                 HAS_UPDATE=update is not None,
                 WIDTH_PAD=triton.next_power_of_2(width),
-                num_warps=_warps(width),
+                num_warps=row_warps(width),
             )
         return output
 
@@ -320,71 +318,6 @@ class GpuKernels:
     short_convolution = staticmethod(recurrent.short_convolution)
 
 
-class Int8Linear:
-    """W8A8 on a GPU: int8 weights with a scale per output, activations quantised per token; sums are int32.
-
-    The Hadamard transform of ``reference.W8A8Linear`` is a small matrix product here.
-    """
-
-    def __init__(self, weight: torch.Tensor | reference.Codes, bias: torch.Tensor | None = None) -> None:
-        self.codes, self.scales, self._block = reference.coded(weight, "w8a8")
-        self._mixing = reference.hadamard(torch.eye(self._block)).to(self.codes.device, weight.dtype)
-        self.bias, self._dtype = bias, weight.dtype
-
-    def rows(self, indices: torch.Tensor) -> torch.Tensor:
-        """Rows of the weights, ``[T, in]``, for int64 ``indices`` ``[T]``."""
-        codes = self.codes[indices] if self._block == 1 else reference.hadamard(self.codes[indices])
-        return (codes * self.scales[indices][:, None]).to(self._dtype)
-
-    def mixed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Activations in the form in which they are quantised, ``[T, in]``."""
-        return hidden if self._block == 1 else (hidden.reshape(len(hidden), -1, self._block) @ self._mixing).flatten(1)
-
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        tokens, inputs = hidden.shape
-        outputs = self.codes.shape[0]
-        output = torch.empty((tokens, outputs), dtype=hidden.dtype, device=hidden.device)
-        if not tokens:
-            return output
-        hidden = self.mixed(hidden)
-        codes = torch.empty((tokens, inputs), dtype=torch.int8, device=hidden.device)
-        scales = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
-        elementwise.quantise_rows[(tokens,)](
-            hidden,
-            codes,
-            scales,
-            inputs,
-            hidden.stride(0),
-            WIDTH_PAD=triton.next_power_of_2(inputs),
-            num_warps=_warps(inputs),
-        )
-        rows, columns = product_rows(tokens), 128
-        elementwise.int8_product[(triton.cdiv(tokens, rows) * triton.cdiv(outputs, columns),)](
-            codes,
-            scales,
-            self.codes,
-            self.scales,
-            scales if self.bias is None else self.bias,
-            output,
-            tokens,
-            outputs,
-            inputs,
-            HAS_BIAS=self.bias is not None,
-            ROWS=rows,
-            COLUMNS=columns,
-            DEPTH=128,
-            GROUP_ROWS=8,
-            WIDE=INTERPRETED,
-            num_warps=8 if rows == 128 else 4,
-            num_stages=3,
-        )
-        return output
-
-
-def product_rows(tokens: int) -> int:  # of a tile of Int8Linear
-    return 128 if tokens > 64 else 64 if tokens > 32 else 32
-
-
 def pack(num_heads: int, num_kv_heads: int, wide: bool, latent: bool) -> Packing:
     """Arguments as of ``GpuKernels.plan``."""
     return pack_latent(num_heads, wide) if latent else pack_heads(num_heads, num_kv_heads)
@@ -441,9 +374,3 @@ def codes_and_scales(cache_layer: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def _max_code(dtype: torch.dtype) -> float:
     return 448.0 if dtype is torch.float8_e4m3fn else 127.0
-
-
-@functools.cache
-def _warps(width: int) -> int:
-    """Warps for a program that holds a row: about 16 elements per thread."""
-    return int(min(max(triton.next_power_of_2(width) // 512, 1), 16))

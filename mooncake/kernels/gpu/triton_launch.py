@@ -5,6 +5,7 @@ This module does not know what any kernel computes.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -51,6 +52,12 @@ def kernel(*varying: str) -> Callable[[Callable[..., None]], Any]:
         return jitted
 
     return decorate
+
+
+@functools.cache
+def row_warps(width: int) -> int:
+    """Warps for a program that holds a row of this many elements: about 16 per thread."""
+    return int(min(max(triton.next_power_of_2(width) // 512, 1), 16))
 
 
 def built_kernels() -> Iterator[dict[str, str | int]]:

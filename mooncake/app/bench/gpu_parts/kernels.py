@@ -16,14 +16,17 @@ from mooncake.app.bench.gpu_parts.device import DECODE, DECODE_INT8, PREFILL, Gp
 from mooncake.app.bench.report import Figure, Report
 from mooncake.kernels import reference
 from mooncake.kernels.gpu.attention import DevicePlan
-from mooncake.kernels.gpu.kernels import COPY_PROGRAMS, COPY_WORDS, GpuKernels, Int8Linear, codes_and_scales, copy_pages
+from mooncake.kernels.gpu.kernels import COPY_PROGRAMS, COPY_WORDS, GpuKernels, codes_and_scales, copy_pages
+from mooncake.kernels.gpu.products import Int8Linear
 from mooncake.kernels.gpu.triton_launch import INTERPRETED
 from mooncake.kernels.reference import SCALE_BYTES
+from mooncake.precision import Coding
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of an 8B model of the Llama family
 READ_STREAM, COPY = "read stream", "copy, read + write"
 MOST_ERROR = 0.02  # of the norm of attention's output: bfloat16 weights cost some thousandths
 PRODUCT_LAYERS = 8  # one's 59 MB of codes would stay in the L2 in part, and twice as many bytes of bfloat16 would not
+CODINGS: dict[Coding, str] = {"w8a8": "W8A8 product", "int8": "product with int8 weights"}
 COPY_LAUNCHES = ((COPY_PROGRAMS, COPY_WORDS), (8, 2048), (16, 2048), (16, 4096))  # programs, words
 _sdpa = torch.nn.functional.scaled_dot_product_attention
 
@@ -312,15 +315,16 @@ def int8_products(gpu: Gpu, report: Report, _: float) -> None:
         shape = (PRODUCT_LAYERS, outputs, inputs)
         weights = torch.randn(shape, device=gpu.device, dtype=gpu.dtype).mul_(0.02).unbind()
         hidden = torch.randn(tokens, inputs, device=gpu.device, dtype=gpu.dtype)
-        ours = _products_s(gpu, [Int8Linear(weight) for weight in weights], hidden)
         plain = _products_s(gpu, [reference.Linear(weight) for weight in weights], hidden)
         amount = 2.0 * tokens * inputs * outputs / 1e12
-        report.add(rate("ours", "W8A8 product", "TFLOP/s", amount, ours, tokens=tokens))
         report.add(rate("torch", "bf16 product", "TFLOP/s", amount, plain, tokens=tokens))
-        report.ratios[f"w8a8_{tokens}_vs_bf16"] = min(plain) / min(ours)
+        for coding, name in CODINGS.items():
+            ours = _products_s(gpu, [gpu.kernels.linear(weight, coding=coding) for weight in weights], hidden)
+            report.add(rate("ours", name, "TFLOP/s", amount, ours, tokens=tokens))
+            report.ratios[f"{coding}_{tokens}_vs_bf16"] = min(plain) / min(ours)
 
 
-def _products_s(gpu: Gpu, layers: Sequence[Int8Linear | reference.Linear], hidden: torch.Tensor) -> tuple[float, ...]:
+def _products_s(gpu: Gpu, layers: Sequence[reference.Linear | Int8Linear], hidden: torch.Tensor) -> tuple[float, ...]:
     return gpu.timed_s(lambda index: layers[index](hidden), len(layers), captured=True)
 
 
