@@ -33,6 +33,8 @@ from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
 from mooncake.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
 VOCABULARY = ("embed_tokens", "lm_head")
 BLOCK_TOKENS = 16
 NUM_BLOCKS = 60
@@ -161,8 +163,6 @@ def test_ranks_outlive_the_thread_that_started_them_and_end_with_the_process(fol
     code = f"""
 import sys, threading, torch
 from mooncake import LLM, SamplingParams
-
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
 torch.set_num_threads(1)
 made = []
 def make():
