@@ -11,6 +11,7 @@ from mooncake.kernels import reference
 from mooncake.kernels.gpu import triton_elementwise as elementwise
 from mooncake.kernels.gpu import triton_products as products
 from mooncake.kernels.gpu.triton_launch import INTERPRETED, row_warps
+from mooncake.precision import Coding
 
 STRIP = 8  # tiles of tokens whose programs run at about the same time
 
@@ -41,8 +42,10 @@ def product_tiles(tokens: int, outputs: int, itemsize: int, num_processors: int)
 class Int8Linear:
     """int8 weights with a scale per output; activations are not quantised."""
 
+    coding: Coding = "int8"
+
     def __init__(self, weight: torch.Tensor | reference.Codes, bias: torch.Tensor | None, num_processors: int) -> None:
-        self.codes, self.scales, _ = reference.coded(weight, "int8")
+        self.codes, self.scales, self._block = reference.coded(weight, self.coding)
         self.bias, self._dtype, self._num_processors = bias, weight.dtype, num_processors
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
@@ -88,10 +91,11 @@ class W8A8Linear(Int8Linear):
     The Hadamard transform of ``reference.W8A8Linear`` is a small matrix product here.
     """
 
+    coding = "w8a8"
+
     def __init__(self, weight: torch.Tensor | reference.Codes, bias: torch.Tensor | None, num_processors: int) -> None:
-        self.codes, self.scales, self._block = reference.coded(weight, "w8a8")
+        super().__init__(weight, bias, num_processors)
         self._mixing = reference.hadamard(torch.eye(self._block)).to(self.codes.device, weight.dtype)
-        self.bias, self._dtype, self._num_processors = bias, weight.dtype, num_processors
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """As of ``Int8Linear``."""
