@@ -18,6 +18,7 @@ from mooncake.errors import ConfigError, InternalError, NodeUnavailable
 from mooncake.tls import CA_CERTS_ENV, own_tls
 
 READ_BYTES = 1 << 16
+MOST_UNREAD = 16 << 20  # bytes of an event, or of another answer
 OK = 200
 
 OnEvent = Callable[[bytes], None]
@@ -57,7 +58,7 @@ class HttpServer:
 
     async def post(self, path: str, body: bytes, on_event: OnEvent, timeout_s: float) -> Reply:
         """``body`` is JSON. Raises NodeUnavailable when the server cannot be reached, hangs up or takes longer,
-        InternalError when it does not speak HTTP."""
+        InternalError when it does not speak HTTP, or without an end."""
         return await self._ask("POST", path, body, _Response(on_event), timeout_s)
 
     async def _ask(self, method: str, path: str, body: bytes, response: _Response, timeout_s: float) -> Reply:
@@ -102,6 +103,8 @@ class _Response:
             if not data:
                 raise ConnectionResetError("it hung up before the end of its answer")
             self._parser.feed_data(data)
+            if len(self.unread) > MOST_UNREAD:
+                raise InternalError(f"it sent more than {MOST_UNREAD >> 20} MiB that are no event")
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
