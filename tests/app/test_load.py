@@ -256,8 +256,8 @@ async def test_an_answer_without_usage_has_as_many_tokens_as_events() -> None:
         ("200 OK", events(text("a"), {"error": {"message": "lost"}}), Outcome.FAILED, "lost"),
         ("200 OK", 'data: {"choices": 5}\n\n', Outcome.FAILED, "an event is not one of OpenAI's"),
         ("200 OK", events(), Outcome.FAILED, "an answer had no tokens"),
-        ("200 OK", "a" * (17 << 20), Outcome.FAILED, "it sent more than 16 MiB"),
-        ("500 Oh", "a" * (17 << 20), Outcome.FAILED, "it sent more than 16 MiB"),
+        ("200 OK", "a" * (5 << 20), Outcome.FAILED, "it sent more than 4 MiB"),
+        ("500 Oh", "a" * (5 << 20), Outcome.FAILED, "it sent more than 4 MiB"),
     ],
 )
 async def test_what_is_no_answer_is_told_apart(status: str, body: str, outcome: Outcome, error: str) -> None:

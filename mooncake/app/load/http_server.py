@@ -18,7 +18,7 @@ from mooncake.errors import ConfigError, InternalError, NodeUnavailable
 from mooncake.tls import CA_CERTS_ENV, own_tls
 
 READ_BYTES = 1 << 16
-MOST_UNREAD = 16 << 20  # bytes of an event, or of another answer
+MOST_UNREAD = 4 << 20  # bytes of an event, or of another answer
 OK = 200
 
 OnEvent = Callable[[bytes], None]
