@@ -23,6 +23,17 @@ Overrides = Annotated[
 Address = Annotated[
     str, typer.Option(metavar="HOST:PORT", help="gRPC address of the cluster.", show_default="from the configuration")
 ]
+HttpAddress = Annotated[
+    str,
+    typer.Option(
+        "--address",
+        "--url",
+        "--base-url",
+        metavar="HOST:PORT",
+        help="HTTP address of the cluster, or the URL of another server.",
+        show_default="from the configuration",
+    ),
+]
 
 
 def load(path: Path | None, overrides: list[str] | None, flags: Mapping[str, str | int | list[str] | None]) -> Config:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from mooncake.app.cli.config import ConfigFile, Overrides, http_url_of
+from mooncake.app.cli.config import ConfigFile, HttpAddress, Overrides, http_url_of
 from mooncake.app.cli.traces import AsJson, Speed, TokensPerBlock
 from mooncake.app.outputs import writable, writable_folder
 from mooncake.errors import ConfigError
@@ -17,17 +17,7 @@ from mooncake.errors import ConfigError
 def load(
     config: ConfigFile = None,
     overrides: Overrides = None,
-    address: Annotated[
-        str,
-        typer.Option(
-            "--address",
-            "--url",
-            "--base-url",
-            metavar="HOST:PORT",
-            help="HTTP address of the cluster, or the URL of another server.",
-            show_default="from the configuration",
-        ),
-    ] = "",
+    address: HttpAddress = "",
     model: Annotated[str, typer.Option(metavar="NAME", help="What requests name.", show_default="the first one")] = "",
     rate: Annotated[
         float,

@@ -19,7 +19,7 @@ import typer
 
 from mooncake.app.cli.adapters import app as adapters_app
 from mooncake.app.cli.commands import Commands
-from mooncake.app.cli.config import Address, ConfigFile, Overrides, address_of, http_url_of, load
+from mooncake.app.cli.config import Address, ConfigFile, HttpAddress, Overrides, address_of, http_url_of, load
 from mooncake.app.cli.foreign_flags import refuse_foreign_flags
 from mooncake.app.cli.load import load as load_command
 from mooncake.app.cli.serve import serve
@@ -225,16 +225,7 @@ def run_batch(
     ],
     config: ConfigFile = None,
     overrides: Overrides = None,
-    address: Annotated[
-        str,
-        typer.Option(
-            "--address",
-            "--url",
-            metavar="HOST:PORT",
-            help="HTTP address of the cluster, or the URL of another server.",
-            show_default="from the configuration",
-        ),
-    ] = "",
+    address: HttpAddress = "",
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Maximum requests in flight.")] = 32,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format."""
