@@ -7,6 +7,7 @@ import time
 
 import openai
 import pytest
+from weather import CALL, WEATHER
 
 from conductor.ingress.apis.responses_input import MAX_ITEMS, input_messages
 from conductor.ingress.apis.responses_types import ResponsesRequest
@@ -15,15 +16,6 @@ from mooncake.errors import NodeUnavailable
 from mooncake.sampling import GuideKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-WEATHER = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "Of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    "strict": True,
-}
 
 
 async def test_a_text_is_answered_whole(front, client):

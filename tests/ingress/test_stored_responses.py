@@ -5,20 +5,12 @@ from __future__ import annotations
 import openai
 import pytest
 import pytest_asyncio
+from weather import CALL, WEATHER
 
 from conductor.ingress.apis.stored_responses import ENTRY_BYTES, StoredResponse, StoredResponses
 from mooncake.errors import NodeUnavailable
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>'
-WEATHER = {
-    "type": "function",
-    "name": "get_weather",
-    "description": "Of a city",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    "strict": True,
-}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
