@@ -1,4 +1,4 @@
-"""A function that models may call, in the form of OpenAI's Responses API, and a call of it as Hermes models write it."""
+"""A function that models may call, in the form of the Responses API, and a call of it as Hermes models write it."""
 
 from __future__ import annotations
 
