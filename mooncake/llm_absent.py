@@ -61,7 +61,6 @@ def absent_because(name: str) -> str:
 
 
 _FOLDER = "the model's own is used, from its folder"
-_NO_DOWNLOAD = "nothing is fetched: give the folder that `hf download NAME` prints as the model"
 _NO_CHOICE = "there is nothing to choose, leave it out"
 _BEAMS = "LLM.beam_search(prompts, BeamSearchParams(…)) searches beams"
 _PART = "get_tokenizer().encode(text) is a prompt, and so is a part of it"
@@ -100,7 +99,9 @@ OF_LLM = _by_name(
         ("enable_sleep_mode",): _ABSENT["sleep"],
         ("seed",): "SamplingParams(seed=…) has it",
         ("tokenizer", "tokenizer_mode", "hf_config_path", "hf_overrides"): _FOLDER,
-        ("revision", "tokenizer_revision", "download_dir", "hf_token"): _NO_DOWNLOAD,
+        ("revision",): "it is part of the model's name: OWNER/NAME@REVISION",
+        ("tokenizer_revision",): _FOLDER,
+        ("download_dir", "hf_token"): "the environment variables HF_HUB_CACHE and HF_TOKEN have them",
         ("enable_prefix_caching", "enable_chunked_prefill"): "it is always so, leave it out",
         ("trust_remote_code", "enforce_eager", "load_format", "disable_log_stats", "cpu_offload_gb"): _NO_CHOICE,
         ("compilation_config", "distributed_executor_backend", "runner", "convert", "task"): _NO_CHOICE,

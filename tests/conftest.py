@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mooncake.app.cluster.local import LocalCluster
     from mooncake.rpc.server import RpcServer
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks for models but at loopback
+
 SLOW_TESTS_UNTIL = float(os.environ.get("SLOW_TESTS_UNTIL", "inf"))
 
 with contextlib.suppress(ModuleNotFoundError):  # where only GPU kernels are tested it may be missing

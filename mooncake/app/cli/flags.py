@@ -38,7 +38,7 @@ class Flags:
         return self._parser.parse_args(arguments)
 
     def model(self, default: str = "smollm2") -> None:
-        what = "an HF folder, a .gguf file, or smollm2"
+        what = "an HF folder, a .gguf file, OWNER/NAME as on Hugging Face, or smollm2"
         self.add("--model", default=default, help=what if default else f"{what} (default: from the configuration)")
 
     def plain_dtype(self) -> None:

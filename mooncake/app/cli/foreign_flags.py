@@ -18,7 +18,7 @@ _LORA = "--lora NAME=FOLDER"
 _ANY_LORA = "adapters of any number and rank are loaded, leave it out"
 _TEXT_ALONE = "models generate text, leave it out"
 _WITH_MODEL = "the model's own is used, from its folder"
-_NO_DOWNLOAD = "nothing is fetched here: `hf download NAME` prints the folder to give as the model"
+_REVISION = "it is part of the model's name: OWNER/NAME@REVISION"
 
 _SEQUENCES = "--set prefill.max_sequences=N --set decode.max_sequences=N"
 _TENSOR_PARALLEL = "--set prefill.tensor_parallel=N --set decode.tensor_parallel=N"
@@ -62,11 +62,11 @@ OF_VLLM = {
     "--hf-config-path": _WITH_MODEL,
     "--hf-overrides": "the model's own configuration counts: change it in its folder",
     "--trust-remote-code": "no code of a model's is ever run, leave it out",
-    "--revision": _NO_DOWNLOAD,
-    "--tokenizer-revision": _NO_DOWNLOAD,
-    "--code-revision": _NO_DOWNLOAD,
-    "--download-dir": _NO_DOWNLOAD,
-    "--hf-token": _NO_DOWNLOAD,
+    "--revision": _REVISION,
+    "--tokenizer-revision": _WITH_MODEL,
+    "--code-revision": "no code of a model's is ever run, leave it out",
+    "--download-dir": "the environment variable HF_HUB_CACHE",
+    "--hf-token": "the environment variable HF_TOKEN",
     "--load-format": "safetensors and GGUF files are told apart by themselves, leave it out",
     "--attention-backend": "kernels fit the device, leave it out",
     "--disable-custom-all-reduce": "there is none, leave it out",
