@@ -234,9 +234,9 @@ async def test_one_turn_of_the_assistant_may_come_in_many_items():
         request, _ = decode_request(json.dumps({"input": items}).encode(), ResponsesRequest)
         times = []
         for _ in range(3):
-            began = time.perf_counter()
+            began = time.process_time()
             messages = input_messages(request)
-            times.append(time.perf_counter() - began)
+            times.append(time.process_time() - began)
         return messages, min(times)
 
     (user, turn), taken_s = read(1000)

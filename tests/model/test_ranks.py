@@ -121,7 +121,8 @@ def test_closing_waits_for_no_rank_that_hangs_or_has_died(
         started_s = time.monotonic()
         llm.close()
         assert time.monotonic() - started_s < 5
-        assert select(ends, [], [], 0)[0] == ends, "one of them is still there"
+        gone = [select([end], [], [], 5)[0] for end in ends]  # a killed process takes a moment to free its memory
+        assert all(gone), "one of them is still there"
         if what == "hangs in a step":
             assert isinstance(asking.exception(30), NodeUnavailable)
     for end in ends:
