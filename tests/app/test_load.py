@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from commands import run
 
@@ -45,6 +46,7 @@ def test_random_prompts_have_the_lengths_that_were_asked_for(cluster: LocalClust
     assert all(words in done.stdout for words in ("TTFT", "single gaps", "sent later than planned", goodput))
     told = json.loads(file.read_text())
     assert (told["load"], told["planned"], told["sent"], told["summary"]["ok"]) == ("SmolLM2-135M-Instruct", 12, 12, 12)
+    assert told["config"]["concurrency"] == 4096, "requests that have times do not wait for others"
     results = told["results"]
     assert all(20 <= each["prompt_tokens"] <= 60 and 3 <= each["completion_tokens"] <= 9 for each in results)
     assert all(len(each["gaps_ms"]) == each["completion_tokens"] - 1 and each["ttft_ms"] > 0 for each in results)
@@ -143,6 +145,7 @@ def answered(cluster: LocalCluster) -> int:
         (("--prompts", "/dev/null"), 2, "/dev/null has no requests"),
         (("--prompts", "a", "--trace", "b"), 2, "give one of them"),
         (("--trace", "a", "--rate", "1"), 2, "a trace has times of its own"),
+        (("--burstiness", "0.5"), 2, "--burstiness says how the times of --rate vary"),
         (("--prompts", "a", "--chat"), 2, "--chat is for random prompts"),
     ],
 )
@@ -176,12 +179,20 @@ def test_what_stands_for_a_flag_is_there() -> None:
 
 
 def test_arrivals_are_random_and_as_many_as_asked_for() -> None:
-    times = arrival_times(10_000, 50.0, 3)
-    assert times == sorted(times) == arrival_times(10_000, 50.0, 3) != arrival_times(10_000, 50.0, 4)
+    times = arrival_times(10_000, 50.0, 1.0, 3)
+    assert times == sorted(times) == arrival_times(10_000, 50.0, 1.0, 3) != arrival_times(10_000, 50.0, 1.0, 4)
     assert times[0] == 0.0 and times[-1] == pytest.approx(200.0, rel=0.05)
     gaps = sorted(after - before for before, after in pairwise(times))
     assert gaps[len(gaps) // 2] == pytest.approx(0.02 * 0.693, rel=0.1), "the median of exponential gaps"
-    assert arrival_times(3, float("inf"), 0) == [0.0] * 3
+    assert arrival_times(3, float("inf"), 1.0, 0) == [0.0] * 3
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 16.0])
+def test_arrivals_may_come_in_bursts(burstiness: float) -> None:
+    times = arrival_times(40_000, 50.0, burstiness, 3)
+    gaps = np.diff(times)
+    assert gaps.mean() == pytest.approx(0.02, rel=0.05)
+    assert (gaps.std() / gaps.mean()) ** 2 == pytest.approx(1 / burstiness, rel=0.1), "that of a gamma distribution"
 
 
 def test_a_seed_says_which_prompts() -> None:

@@ -160,7 +160,6 @@ OF_VLLM_BENCH = {
     "--result-dir": _RESULT,
     "--result-filename": _RESULT,
     "--plot-timeline": _RESULT,
-    "--burstiness": "requests come at random times of a Poisson process",
     "--ignore-eos": "random prompts and traces get answers of the length that is asked for; --plain leaves it out",
     "--num-warmups": "requests are counted from the first one; another run before it warms up",
     "--disable-tqdm": "progress is shown on terminals alone, leave it out",

@@ -13,6 +13,9 @@ from mooncake.app.cli.traces import AsJson, Speed, TokensPerBlock
 from mooncake.app.outputs import writable, writable_folder
 from mooncake.errors import ConfigError
 
+BACK_TO_BACK = 64  # requests in flight, where one is sent as soon as another ends
+MOST_IN_FLIGHT = 4096
+
 
 def load(
     config: ConfigFile = None,
@@ -25,13 +28,27 @@ def load(
             "--rate",
             "--request-rate",
             min=0.001,
-            help="Requests a second, at random times (Poisson).",
+            help="Requests a second, at random times.",
             show_default="as fast as --concurrency allows",
         ),
     ] = math.inf,
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            min=0.01, help="Of their times, the shape of gamma-distributed gaps: 1 is Poisson, less comes in bursts."
+        ),
+    ] = 1.0,
     concurrency: Annotated[
-        int, typer.Option("--concurrency", "--max-concurrency", min=1, max=4096, help="Maximum requests in flight.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            "--concurrency",
+            "--max-concurrency",
+            min=1,
+            max=MOST_IN_FLIGHT,
+            help="Maximum requests in flight.",
+            show_default=f"{BACK_TO_BACK}, or {MOST_IN_FLIGHT} where requests have times",
+        ),
+    ] = None,
     count: Annotated[
         int | None,
         typer.Option("--count", "--num-prompts", min=1, help="Requests.", show_default="100, or all of a file"),
@@ -99,10 +116,14 @@ def load(
         raise ConfigError("a trace has times of its own: --speed changes them, --rate does not go with it")
     if chat and (prompts is not None or trace is not None):
         raise ConfigError("--chat is for random prompts: lines of a file say what they are, and a trace is token ids")
+    if burstiness != 1.0 and not math.isfinite(rate):
+        raise ConfigError("--burstiness says how the times of --rate vary: give a rate, too")
+    is_timed = trace is not None or math.isfinite(rate)
     options = LoadOptions(
         model,
         rate,
-        concurrency,
+        burstiness,
+        concurrency or (MOST_IN_FLIGHT if is_timed else BACK_TO_BACK),
         count,
         Shape(prompt_tokens, answer_tokens, prefix_tokens, spread, vocabulary, chat),
         prompts,

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from rich.markup import escape
 
-from mooncake.app.cluster.role_main import run_async, unless_stopped
+from mooncake.app.cluster.role_main import raise_file_limit, run_async, unless_stopped
 from mooncake.app.console import out, print_json
 from mooncake.app.extras import require
 from mooncake.app.latency import SLO, Outcome, RequestResult, Spread, summarize
@@ -20,6 +20,7 @@ from mooncake.app.load.requests import (
     LoadRequest,
     Shape,
     Wishes,
+    arrival_times,
     file_bodies,
     planned,
     planned_trace,
@@ -41,6 +42,7 @@ class LoadOptions:
 
     model: str = ""
     rate: float = math.inf
+    burstiness: float = 1.0
     concurrency: int = 64
     count: int | None = None
     shape: Shape = field(default_factory=Shape)
@@ -73,6 +75,7 @@ def load(url: str, options: LoadOptions, output: LoadOutput) -> None:
     """
     if output.plots is not None:
         require("matplotlib", "plots", "--plots")
+    raise_file_limit()
     server = HttpServer(url)
     requests, count = _requests(options)
     model = run_async(unless_stopped(served_model(server, options.model)))
@@ -100,9 +103,10 @@ def _requests(options: LoadOptions) -> tuple[Iterable[LoadRequest], int]:
         return planned_trace(trace, timing, options.shape.vocabulary), len(trace)
     if options.prompts is not None:
         given = file_bodies(options.prompts, options.count, options.shape.answer_tokens)
-        return planned(given, len(given), options.rate, options.seed), len(given)
+        return planned(given, arrival_times(len(given), options.rate, options.burstiness, options.seed)), len(given)
     count = options.count or RANDOM
-    return planned(random_bodies(options.shape, count, options.seed), count, options.rate, options.seed), count
+    times = arrival_times(count, options.rate, options.burstiness, options.seed)
+    return planned(random_bodies(options.shape, count, options.seed), times), count
 
 
 class LoadReport:

@@ -56,12 +56,14 @@ class Wishes:
     is_plain: bool = False
 
 
-def arrival_times(count: int, rate: float, seed: int) -> list[float]:
-    """Of a Poisson process of ``rate`` requests a second (infinite: all at once); the first is at 0."""
+def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
+    """Of ``rate`` requests a second (infinite: all at once); the first is at 0. Gaps have a gamma distribution of the
+    shape ``burstiness``: 1 is a Poisson process, infinity would be a clock."""
     if math.isinf(rate):
         return [0.0] * count
     draw = random.Random(f"arrivals {seed}")
-    return list(accumulate((draw.expovariate(rate) for _ in range(count - 1)), initial=0.0))
+    gaps = (draw.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(count - 1))
+    return list(accumulate(gaps, initial=0.0))
 
 
 def random_bodies(shape: Shape, count: int, seed: int) -> Iterator[tuple[str, Body]]:
@@ -118,10 +120,9 @@ def _file_body(line: str, where: str, answer_tokens: int) -> tuple[str, Body]:
     return (COMPLETIONS if "prompt" in body else CHAT), body if has_limit else {"max_tokens": most, **body}
 
 
-def planned(bodies: Iterable[tuple[str, Body]], count: int, rate: float, seed: int) -> Iterator[LoadRequest]:
-    """These ``count``, in the order in which they are sent."""
-    times = enumerate(arrival_times(count, rate, seed))
-    return (LoadRequest(index, at_s, *each) for (index, at_s), each in zip(times, bodies, strict=True))
+def planned(bodies: Iterable[tuple[str, Body]], times: Iterable[float]) -> Iterator[LoadRequest]:
+    """In the order in which they are sent."""
+    return (LoadRequest(index, at_s, *each) for index, (at_s, each) in enumerate(zip(times, bodies, strict=True)))
 
 
 def planned_trace(trace: Sequence[TraceRequest], options: ReplayOptions, vocabulary: int) -> Iterator[LoadRequest]:
