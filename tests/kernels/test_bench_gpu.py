@@ -178,6 +178,19 @@ def test_a_process_that_the_driver_holds_is_left_behind(monkeypatch: pytest.Monk
     assert subprocess.Popen.wait(process, 10) in (-signal.SIGINT, -signal.SIGKILL)
 
 
+def test_a_run_that_is_told_to_end_ends_its_part(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    os.mkfifo(alive)
+    part = ["sh", "-c", f"exec sleep 99 > {alive}"]
+    call = f"gpu._failure({part}, 60.0, pathlib.Path('{tmp_path}/out'))"
+    program = f"import pathlib; from mooncake.app.bench import gpu; {call}"
+    run = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+    with alive.open() as held:  # once the part runs
+        run.terminate()
+        assert held.read() == "", "the part runs on"
+    assert b"KeyboardInterrupt" in run.communicate(timeout=30)[1]
+
+
 def test_what_fails_is_told_and_the_fastest_launch_is_kept_for_what_follows() -> None:
     gpu, report = Gpu(Scale(tiny=False), reps=1), Report("gpu", {}, seed=0)
     usual = attention_launch(PREFILL_ROWS, 128, 64, wide=False, scaled=False)

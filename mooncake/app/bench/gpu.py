@@ -301,10 +301,11 @@ def gpu_name() -> str:
 
 
 def _failure(command: list[str], limit_s: float, output: Path) -> str:
-    """Run a command, and interrupt it after ``limit_s``. Returns why it failed, "" if it did not. Its output goes to
-    the file ``output``, and to stderr once it has ended."""
+    """Run a command, and interrupt it after ``limit_s``, or when this process is told to end. Returns why it failed, ""
+    if it did not. Its output goes to the file ``output``, and to stderr once it has ended."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell inherit it as ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # background jobs of a shell inherit the first as ignored
+        signal.signal(number, signal.default_int_handler)
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
