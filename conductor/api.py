@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mooncake.adapters import Adapter
+from mooncake.errors import MooncakeError
 from mooncake.sampling import SamplingParams
 from mooncake.types import FinishReason, PrefillReport, SampledToken, TokenIds
 
@@ -20,11 +21,33 @@ TOO_LATE = (
 DRAIN_S = 10.0  # how long requests in progress may finish when the conductor is asked to stop
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRecord:
+    """One attempt at a request, once it is over. Times are on this process's monotonic clock (seconds)."""
+
+    request_id: str
+    asked_at: float  # it waits for admission, or for a node of a role that has none
+    placing_at: float
+    called_at: float  # both nodes
+    first_token_at: float  # 0: there was none
+    ended_at: float
+    prefill_node: str
+    decode_node: str  # "": the prefill node gives whole answers
+    source_node: str  # the store that the prefix was to be read from; "": none
+    predicted_ms: Mapping[str, float]  # by part: queue_ms, fetch_ms, prefill_ms, handoff_ms, step_ms; {}: not known
+    report: PrefillReport | None  # the last that came
+    handoff: str  # its state at the end; "": there was none
+    decode_ms: float  # between the decode node's first and last tokens; 0: it did not end
+    preemptions: int  # of the sequence, on the decode node
+    error: MooncakeError | None  # why it failed; None also where the request was cancelled or ran out of time
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
     """One prompt and its ``sampling.num_answers`` answers. ``deadline`` is on this process's monotonic clock (seconds).
 
-    ``session`` is an affinity hint (any stable text, "" for none), never an identity.
+    ``session`` is an affinity hint (any stable text, "" for none), never an identity. ``attempts``, unless it is None,
+    gets a record of each attempt.
     """
 
     request_id: str
@@ -36,6 +59,7 @@ class InferenceRequest:
     priority: int = 0  # lower runs first on every node and enters first; 100 and above: only idle capacity
     adapter: str = ""  # digest of the adapter; "": the base model
     adapter_start: int = 0  # index of the first prompt token the adapter acts on
+    attempts: list[AttemptRecord] | None = None
 
 
 @dataclass(frozen=True, slots=True)

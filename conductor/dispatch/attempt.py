@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from conductor.api import TOO_LATE, Delta
+from conductor.api import TOO_LATE, AttemptRecord, Delta
 from conductor.dispatch.lifecycle import HandoffPhase
 from conductor.dispatch.merge import Merger
 from conductor.dispatch.node_call import Call, CallEnded, Inbox, Message, NodeCall, ReportIsLate
@@ -79,10 +79,12 @@ class Attempt:
             self._may_decode.set()
         self._closed = False
         self._has_expired = False
+        self._called_at = clock()
+        self._first_token_at = 0.0
         self._lost: set[Role] = set()  # whose nodes could not be reached
         self._ending: dict[int, asyncio.Task[None]] = {}  # by choice
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
-        left_s = max(deadline - clock(), 0.0)
+        left_s = max(deadline - self._called_at, 0.0)
         self._arm(left_s, self._deadline_is_over)
         self._calls: dict[Role, NodeCall] = {}
         prefill = PrefillStub(channels.get(placement.prefill.control_address))
@@ -118,6 +120,7 @@ class Attempt:
             except AttemptFailed as failure:
                 raise await self._explained(role, failure) from None
             if self.merger.is_prefilled and not was_prefilled:
+                self._first_token_at = self._clock()
                 self._on_prefilled()
             self._arm_timers()
             if delta is not None:
@@ -161,6 +164,27 @@ class Attempt:
         handoff = self.merger.handoff
         if handoff is not None and not handoff.has_ended:
             handoff.move(HandoffPhase.EXPIRED if self._has_expired else HandoffPhase.FAILED)
+
+    def record(self, request_id: str, asked_at: float, placing_at: float, error: MooncakeError | None) -> AttemptRecord:
+        """Of an attempt that is closed. It knows neither the request nor why the request gave it up."""
+        placement, merger = self.placement, self.merger
+        return AttemptRecord(
+            request_id=request_id,
+            asked_at=asked_at,
+            placing_at=placing_at,
+            called_at=self._called_at,
+            first_token_at=self._first_token_at,
+            ended_at=self._clock(),
+            prefill_node=placement.prefill.node_id,
+            decode_node=placement.decode.node_id if placement.decode else "",
+            source_node=self.booking.source_id,
+            predicted_ms=placement.breakdown._asdict() if placement.is_known else {},
+            report=merger.report or merger.early_report,
+            handoff=merger.handoff.state if merger.handoff is not None else "",
+            decode_ms=merger.decode_ms,
+            preemptions=merger.preemptions,
+            error=error,
+        )
 
     def _take(self, role: Role, message: Message) -> Delta | None:
         ended = message if isinstance(message, CallEnded) else None

@@ -60,6 +60,8 @@ class _RunningRequest(RequestProgress):
     """With the attempt and the tasks that run for it now."""
 
     attempt: Attempt | None = None
+    asked_at: float = 0.0  # s: when the attempt was to begin
+    placing_at: float = 0.0  # s: when it was admitted, and its nodes were there
     choice_tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # of answers that continue separately
 
 
@@ -137,6 +139,7 @@ class Dispatcher:
         """Retry until every answer is complete."""
         while True:
             attempt = progress.attempt = await self._next_attempt(progress)
+            error: MooncakeError | None = None
             try:
                 while True:
                     delta = self._record(progress, attempt, await attempt.next())
@@ -144,10 +147,11 @@ class Dispatcher:
                     if progress.is_complete:
                         return
             except AttemptFailed as failure:
+                error = failure.error
                 self._prepare_retry(progress, attempt, failure)
             finally:
                 progress.attempt = None
-                self._end_attempt(progress, attempt)
+                self._end_attempt(progress, attempt, error)
             if len(progress.emitted) > 1 and progress.num_kept:
                 async with contextlib.aclosing(self._continue_choices(progress)) as deltas:
                     async for delta in deltas:
@@ -251,6 +255,7 @@ class Dispatcher:
 
     async def _next_attempt(self, progress: _RunningRequest) -> Attempt:
         """Admit and place, or wait for a missing node. Raises like ``_wait_for_admission`` and ``_start``."""
+        progress.asked_at = self._clock()
         while True:
             try:
                 await self._wait_for_admission(progress)
@@ -274,7 +279,8 @@ class Dispatcher:
 
     def _start(self, progress: _RunningRequest) -> Attempt:
         """Place the remaining part of the request, book it, and call both nodes. Raises like ``Placer.place``."""
-        request, now = progress.request, self._clock()
+        request = progress.request
+        now = progress.placing_at = self._clock()
         facts = self.placer.facts(progress, now)
         placement = self.placer.place(facts, progress, now)
         # before booking: it may exceed the message size
@@ -381,8 +387,12 @@ class Dispatcher:
             was_never_accepted=attempt.was_never_accepted,
         )
 
-    def _end_attempt(self, progress: _RunningRequest, attempt: Attempt) -> None:
+    def _end_attempt(self, progress: _RunningRequest, attempt: Attempt, error: MooncakeError | None) -> None:
         attempt.close()
+        request = progress.request
+        if request.attempts is not None:
+            record = attempt.record(request.request_id, progress.asked_at, progress.placing_at, error)
+            request.attempts.append(record)
         self.placer.scheduler.close(attempt.booking, self._clock())
         self.admission_queue.finished(attempt.booking, progress.num_emitted if progress.is_complete else 0)
         if attempt.merger.handoff is not None:

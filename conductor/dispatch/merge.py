@@ -14,6 +14,8 @@ from mooncake.rpc import decode_pb2, prefill_pb2
 from mooncake.rpc.convert import UnreadScores, report_from_wire, sampled_from_wire
 from mooncake.types import FinishReason, PrefillReport, SampledToken
 
+NodeMessage = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse
+
 
 class Merger:
     """Two streams of messages in; for each answer, one of tokens without gaps or repeats out.
@@ -41,6 +43,8 @@ class Merger:
         self.handoff = handoff
         self.report: PrefillReport | None = None
         self.early_report: PrefillReport | None = None  # of what was known before the first token
+        self.decode_ms = 0.0  # as the decode node measured the longest answer
+        self.preemptions = 0
 
     @property
     def waits_for_report(self) -> bool:
@@ -77,21 +81,25 @@ class Merger:
         self.is_prefilled = True
         tokens = [sampled_from_wire(message.first_token)]
         if self.handoff is None:
-            return self._delta(message.choice, tokens, message.finish_reason)
+            return self._delta(message, tokens, message.finish_reason)
         if self.handoff.state is HandoffPhase.RESERVED:
             self.handoff.move(HandoffPhase.STREAMING)
-        return self._delta(message.choice, tokens, "") if self._passes_first_token else None
+        return self._delta(message, tokens, "") if self._passes_first_token else None
 
     def on_decode_message(self, message: decode_pb2.DecodeResponse) -> Delta | None:
         """Raises like ``on_prefill_message``."""
         if not message.tokens and not message.finish_reason:
             raise _empty("decode")
         self._commit()
-        return self._delta(message.choice, list(map(sampled_from_wire, message.tokens)), message.finish_reason)
+        return self._delta(message, list(map(sampled_from_wire, message.tokens)), message.finish_reason)
 
-    def _delta(self, choice: int, tokens: list[SampledToken], finish_reason: str) -> Delta | None:
+    def _delta(self, message: NodeMessage, tokens: list[SampledToken], finish_reason: str) -> Delta | None:
+        choice = message.choice
         new = self._new_tokens(choice, tokens)
         if finish_reason and not self.is_unwanted(choice):
+            if isinstance(message, decode_pb2.DecodeResponse):
+                self.decode_ms = max(self.decode_ms, message.decode_ms)
+                self.preemptions = max(self.preemptions, message.preemptions)
             return self._finish(choice, _finish_reason(finish_reason), new)
         return Delta(new, choice=choice) if new else None
 

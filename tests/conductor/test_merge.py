@@ -136,3 +136,13 @@ def test_log_probabilities_of_a_prompt_are_read_where_they_are_needed() -> None:
 
     assert [token.token_id for token in delta.prompt_logprobs] == [7, 8]
     assert len(delta.prompt_logprobs) == 2 and SampledToken(1, 7, TokenLogprob(-0.5)) in delta.prompt_logprobs
+
+
+def test_what_the_decode_node_measured_is_the_longest_answer_s() -> None:
+    merge = Merger([0, 0], handoff_lifecycle("h"))
+    merge.on_prefill_message(report())
+    for choice, ms in enumerate((30.0, 20.0)):
+        end = decode_message(0, finish="stop")
+        end.choice, end.decode_ms, end.preemptions = choice, ms, choice
+        merge.on_decode_message(end)
+    assert (merge.decode_ms, merge.preemptions) == (30.0, 1)
