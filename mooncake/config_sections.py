@@ -72,6 +72,9 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
 
+    # spans of each request go there by OTLP over gRPC: "http://HOST:4317", or https; "": none
+    otlp_traces_endpoint: str = ""
+
     policy: str = "milliseconds"  # how nodes are chosen: a name in conductor/placement/policies
     calibration: str = ""  # a file of `mooncake calibrate` to predict from until nodes report; "": none
     ssd_mb_per_s: float = 1000.0  # assumed read rate of a store's SSD

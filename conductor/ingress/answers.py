@@ -13,6 +13,7 @@ from typing import Protocol
 
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.ingress.parsers.parts import OutputParser, Part, PlainParser, merged
+from conductor.ingress.trace import CallTrace
 from mooncake.errors import Cancelled, InternalError
 from mooncake.sampling import SamplingParams
 from mooncake.text.detokenizer import TextAssembler, TextPiece
@@ -32,6 +33,7 @@ class Job:
     model: str = ""  # the client's name for the model or an adapter; "": the model
     kept: frozenset[str] = frozenset()  # control tokens that stay, because ``parser`` needs to see them
     parser: Callable[[], OutputParser] = PlainParser  # makes one per answer
+    trace: CallTrace | None = None  # of the call that it belongs to, if that is traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from conductor.ingress.apis.responses import ResponsesApi
 from conductor.ingress.apis.stored_responses import StoredResponses
 from conductor.ingress.apis.tokenizer import TokenizerApi
 from conductor.ingress.http.absent_paths import refused_because
-from conductor.ingress.http.edge import EdgeMiddleware
+from conductor.ingress.http.edge import TRACE_RESPONSE, EdgeMiddleware
 from conductor.ingress.http.errors import NoSuchRoute, WrongMethod, error_response, guarded, json_response
 from conductor.ingress.http.event_stream import KEEP_ALIVE_S
 from conductor.ingress.http.server import HttpServer
@@ -37,6 +37,7 @@ from conductor.ingress.metrics import Metrics
 from conductor.ingress.parsers.output_format import output_format
 from conductor.ingress.pipeline import Pipeline
 from conductor.ingress.served_model import ServedModel
+from conductor.ingress.trace import Tracer
 from conductor.stats import DispatchStats
 from mooncake.adapters import Adapter, open_adapters, parse_adapters
 from mooncake.api_keys import ApiKeys
@@ -86,9 +87,16 @@ class Ingress:
         model = served_model(config, checkpoint, {} if adapters is None else adapters.served)
         self._adapters = adapters if limits.max_loaded_adapters else None
         self._metrics = Metrics(model.name, status, stats)
+        self._tracer = _tracer(limits.otlp_traces_endpoint)
         # the core refuses with a better retry time; this only bounds what waits before it
         self._pipeline = Pipeline(
-            model, tokenizer, dispatcher, self._metrics, 2 * limits.max_requests, capacity_tokens=capacity_tokens
+            model,
+            tokenizer,
+            dispatcher,
+            self._metrics,
+            2 * limits.max_requests,
+            capacity_tokens=capacity_tokens,
+            tracer=self._tracer,
         )
         answers = output_format(
             limits.reasoning_parser, limits.tool_call_parser, tokenizer.template_source, tokenizer.takes_tools
@@ -97,7 +105,10 @@ class Ingress:
         self._stored = StoredResponses(int(limits.stored_responses_mb * 1e6))
         app: ASGIApp = KeyMiddleware(self._app(intake, keep_alive_s), ApiKeys(limits.api_keys), {MESSAGES: refusal})
         if limits.allowed_origins:  # outside the key check: a browser's preflight request carries no key
-            exposed = ("x-request-id", "x-mooncake-warning", "retry-after", "retry-after-ms", "x-should-retry")
+            exposed = (
+                *("x-request-id", "x-mooncake-warning", "retry-after", "retry-after-ms", "x-should-retry"),
+                TRACE_RESPONSE,
+            )
             app = CORSMiddleware(app, limits.allowed_origins, ["*"], ["*"], expose_headers=exposed)
         edge = EdgeMiddleware(app, self._metrics.http_response, 2 * limits.max_requests)
         self._server = HttpServer(edge, limits)
@@ -116,9 +127,12 @@ class Ingress:
         await self._pipeline.drain(within_s)
 
     async def stop(self) -> None:
-        """End running requests with a typed error, then close the port. The gRPC server's owner stops that server."""
+        """End running requests with a typed error, close the port, and tell their traces. The gRPC server's owner stops
+        that server."""
         await self._pipeline.close()
         await self._server.stop()
+        if self._tracer is not None:
+            await self._tracer.close()
 
     def _app(self, intake: Intake, keep_alive_s: float) -> ASGIApp:
         routes = [
@@ -172,6 +186,14 @@ class Ingress:
     async def _page(self, request: Request) -> Response:
         page = resources.files("conductor.ingress").joinpath("status.html").read_bytes()
         return Response(page, headers=_PAGE_HEADERS, media_type="text/html")
+
+
+def _tracer(endpoint: str) -> Tracer | None:
+    if not endpoint:
+        return None
+    from conductor.ingress.otlp import OtlpTracer  # which may not be installed
+
+    return OtlpTracer(endpoint)
 
 
 def _status_answer(status: Callable[[], StatusResponse]) -> Response:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -19,6 +19,7 @@ from conductor.api import TOO_LATE, Delta, Generator, InferenceRequest
 from conductor.ingress.answers import Answer, Job, Observer, Piece, joined, mean_logprob
 from conductor.ingress.prompts import Prompts
 from conductor.ingress.served_model import ServedModel
+from conductor.ingress.trace import CallTrace, Tracer
 from mooncake.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -41,6 +42,8 @@ COMPLETION_MAX_TOKENS = 16  # for completions, as in OpenAI's API; a chat may us
 
 DEADLINE_GRACE_S = 0.5  # the core reports its own deadline first; this only guards against a stuck request
 
+NOT_TRACED = contextlib.nullcontext()  # to be entered in place of a trace
+
 _REQUEST_ID = re.compile(r"[\w.:\-]{1,144}", re.ASCII)  # a client's 128, and what HTTP puts before and behind them
 
 Emit = Callable[[int, Piece], Awaitable[None]]
@@ -58,14 +61,16 @@ class Pipeline:
         max_running: int,
         clock: Callable[[], float] = time.monotonic,
         capacity_tokens: Callable[[], int] = lambda: 0,
+        tracer: Tracer | None = None,
     ) -> None:
-        """``capacity_tokens`` is passed to ``Prompts``."""
+        """``capacity_tokens`` is passed to ``Prompts``. Without a ``tracer`` nothing is traced."""
         self.model = model
         self.prompts = Prompts(model, tokenizer, capacity_tokens, self.check_open)
         self._generator = generator
         self._observer = observer
         self._max_running = max_running
         self._clock = clock
+        self._tracer = tracer
         self._running: set[str] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -101,6 +106,14 @@ class Pipeline:
             self._observer.failed(error.code)
             raise
 
+    def begin_trace(
+        self, headers: Callable[[], Mapping[str, str]], call_id: str, model: str, arrived_at: float
+    ) -> CallTrace | None:
+        """For a call that has been decoded: pass it to its jobs."""
+        if self._tracer is None:
+            return None
+        return self._tracer.begin(headers(), call_id, model or self.model.name, arrived_at)
+
     def check_scores(self, jobs: Sequence[Job]) -> None:
         """Raises InvalidRequest when the log-probabilities of the prompts, which each choice tells, are too many."""
         requests = [job.request for job in jobs if job.request.sampling.prompt_logprobs is not None]
@@ -125,6 +138,7 @@ class Pipeline:
         session: str = "",
         priority: int = 0,
         model: str = "",
+        trace: CallTrace | None = None,
     ) -> Job:
         """The remaining checks; ``model`` is the client's name for it. Raises InvalidRequest, naming the field."""
         if not _REQUEST_ID.fullmatch(request_id):
@@ -137,11 +151,14 @@ class Pipeline:
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
         request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256], priority)
-        return Job(request, tuple(stop), arrived_at, include_stop, skip_special, model)
+        if trace is not None:
+            request = replace(request, attempts=trace.attempts)
+            trace.requests.append(request)
+        return Job(request, tuple(stop), arrived_at, include_stop, skip_special, model, trace=trace)
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """The answers to one job. Close it to cancel. Raises what ``Generator.generate`` raises, NotFound for a model
-        that is not served (any more), and InternalError."""
+        """The answers to one job. Close it to cancel; whoever calls it has entered the job's trace. Raises what
+        ``Generator.generate`` raises, NotFound for a model that is not served (any more), and InternalError."""
         sampling = job.request.sampling
         pieces = self._best(job) if sampling.num_answers > sampling.n else self._all(job)
         async with contextlib.aclosing(pieces):
@@ -171,6 +188,8 @@ class Pipeline:
                     piece = answers[delta.choice].take(delta, self._clock())
                     if piece.outcome is not None:
                         unfinished.discard(delta.choice)
+                        if job.trace is not None:
+                            job.trace.answered(delta.choice, piece.outcome.finish_reason, piece.outcome.usage)
                         if delta.finish_reason is None:  # a stop string: only found here
                             self._generator.end_choice(request.request_id, delta.choice)
                     if not unfinished:
@@ -206,6 +225,10 @@ class Pipeline:
 
         The first failure cancels all others and is raised. Raises like ``check_scores``.
         """
+        with jobs[0].trace or NOT_TRACED:
+            await self._run(jobs, emit)
+
+    async def _run(self, jobs: Sequence[Job], emit: Emit) -> None:
         self.check_scores(jobs)
         deadline = max(job.request.deadline for job in jobs)
         first = 0

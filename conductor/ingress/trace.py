@@ -66,6 +66,11 @@ class CallTrace:
     num_cached: int = 0  # of all prompts
     generated_from: float = 0.0
 
+    @property
+    def traceresponse(self) -> str:
+        """``traceparent``, once it is certain that there will be a trace: what is refused before has none."""
+        return self.traceparent if self.generated_from else ""
+
     def answered(self, choice: int, reason: FinishReason, usage: Usage) -> None:
         """An answer is complete."""
         self.finish_reasons.append(reason)

@@ -12,8 +12,22 @@ class MissingDependency(ConfigError):
 
 
 def require(module: str, extra: str, what_for: str) -> None:
-    """Raises MissingDependency unless ``module`` can be imported. Imports nothing itself."""
-    if importlib.util.find_spec(module) is None:
+    """Raises MissingDependency unless ``module`` can be imported. Of it only packages around it are imported."""
+    if not _is_there(module):
         raise MissingDependency(
             f"{what_for} needs {module}, which is not installed; get it with: pip install 'mooncake-cluster[{extra}]'"
         )
+
+
+def require_tracing(endpoint: str) -> None:
+    """Of ``conductor.otlp_traces_endpoint``. Raises MissingDependency."""
+    if endpoint:
+        for module in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc"):
+            require(module, "tracing", "conductor.otlp_traces_endpoint")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package around it is missing
+        return False

@@ -30,6 +30,7 @@ from mooncake.app.cluster.preflight import (
     port_holder,
     resolve,
 )
+from mooncake.app.extras import MissingDependency
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.errors import ConfigError
@@ -52,6 +53,22 @@ def test_a_name_that_does_not_exist_is_told_beside_those_that_do(key: str, known
         check_choices(load_config(None, [f"{key}=nope"]))
     assert caught.value.message.startswith(f"{key} must be one of {known}")
     assert caught.value.message.endswith(", got 'nope'")
+
+
+@pytest.mark.parametrize(
+    "missing", ["opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.grpc", "opentelemetry"]
+)
+def test_traces_that_cannot_be_sent_are_refused_with_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced = load_config(None, ["conductor.otlp_traces_endpoint=http://127.0.0.1:4317"])
+    check_choices(traced)
+    for name in [name for name in sys.modules if name.startswith(f"{missing}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)  # as if it was not installed
+    check_choices(load_config())
+    with pytest.raises(MissingDependency, match=r"otlp_traces_endpoint needs .*'mooncake-cluster\[tracing\]'"):
+        check_choices(traced)
 
 
 def test_a_taken_port_is_named_with_its_flag_and_its_holder() -> None:

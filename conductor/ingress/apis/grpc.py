@@ -13,7 +13,8 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 
 from conductor.ingress.answers import Job, Outcome, Piece
-from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, DEADLINE_GRACE_S, Pipeline
+from conductor.ingress.http.edge import TRACE_RESPONSE
+from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, DEADLINE_GRACE_S, NOT_TRACED, Pipeline
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
@@ -36,8 +37,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> AsyncIterator[pb.GenerateResponse]:
         job = await self._job(request, context)
-        self._pipeline.check_scores([job])
-        with self._cancelled_after(job.request.deadline):
+        with job.trace or NOT_TRACED, self._cancelled_after(job.request.deadline):
+            self._pipeline.check_scores([job])
             async with contextlib.aclosing(self._pipeline.stream(job)) as pieces:
                 async for piece in pieces:
                     yield piece_to_wire(job.request.request_id, piece)
@@ -102,6 +103,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._pipeline.check_open()
         self._pipeline.check_room()
         self._pipeline.model.adapter_of(request.model)
+        request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
+        trace = self._pipeline.begin_trace(lambda: _texts(context), request_id, request.model, arrived_at)
+        if trace is not None:
+            context.set_trailing_metadata(((TRACE_RESPONSE, trace.traceparent),))
         tokens, default = await self._prompt(request)
         wanted = common_pb2.SamplingParams()
         wanted.CopyFrom(request.sampling)
@@ -115,7 +120,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return self._pipeline.job(
             tokens,
             sampling,
-            request_id=request.request_id or f"gen-{uuid.uuid4().hex}",
+            request_id=request_id,
             deadline=deadline,
             arrived_at=arrived_at,
             stop=request.stop,
@@ -124,6 +129,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             session=_session(context),
             priority=request.priority,
             model=request.model,
+            trace=trace,
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[TokenIds, int | None]:
@@ -190,3 +196,8 @@ def _session(context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateRe
         if key == SESSION_KEY:
             return value if isinstance(value, str) else value.decode("latin-1")
     return ""
+
+
+def _texts(context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]) -> dict[str, str]:
+    """The call's metadata, without what is binary."""
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}

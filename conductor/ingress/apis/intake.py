@@ -20,11 +20,13 @@ from conductor.ingress.apis.messages import TEMPLATE_ROLES, Conversation
 from conductor.ingress.apis.openai_choices import TokenDetails
 from conductor.ingress.fields.generation_fields import GenerationFields, sampling_of, stop_strings
 from conductor.ingress.fields.request_json import R, decode_request
+from conductor.ingress.http.edge import TRACE
 from conductor.ingress.http.request import read_json_body
 from conductor.ingress.parsers.output_format import OutputFormat
 from conductor.ingress.parsers.reasoning import Start
 from conductor.ingress.pipeline import Pipeline
 from conductor.ingress.prompts import Keep
+from conductor.ingress.trace import CallTrace
 from mooncake.errors import InvalidRequest, shown
 from mooncake.sampling import SamplingParams, ThinkingBudget
 from mooncake.types import TokenIds
@@ -44,6 +46,7 @@ class Call:
     answer_id: str
     created: int
     headers: dict[str, str]
+    trace: CallTrace | None
 
     @property
     def session(self) -> str:
@@ -78,7 +81,10 @@ class Intake:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         answer_id = f"{id_prefix}{body.request_id or uuid.uuid4().hex}"
-        return Call(request, body, arrived_at, answer_id, int(time.time()), warning(ignored)), body
+        trace = self.pipeline.begin_trace(lambda: request.headers, answer_id, body.model or "", arrived_at)
+        if trace is not None:
+            request.scope[TRACE] = trace
+        return Call(request, body, arrived_at, answer_id, int(time.time()), warning(ignored), trace), body
 
     async def encode(self, conversation: Conversation, keep: Keep | None = None) -> TokenIds:
         """A chat's prompt, or its tokens to ``keep``. Raises like ``Prompts.encode_chat``."""
@@ -137,6 +143,7 @@ class Intake:
             session=call.session,
             priority=call.fields.priority or 0,
             model=call.fields.model or "",
+            trace=call.trace,
         )
 
     def token_details(self, fields: GenerationFields, logprobs: bool, interval: int | None = None) -> TokenDetails:

@@ -14,6 +14,9 @@ from mooncake.errors import Cancelled, Overloaded
 
 _CLIENT_REQUEST_ID = re.compile(rb"[\w.:\-]{1,128}", re.ASCII)
 
+TRACE = "mooncake.trace"  # in the scope of a request that is traced: what knows the ``traceresponse``, or "" if none
+TRACE_RESPONSE = "traceresponse"  # the header that tells which trace a request has (W3C)
+
 Observe = Callable[[str, int], None]  # (route, status)
 
 
@@ -46,6 +49,8 @@ class EdgeMiddleware:
                 status = message["status"]
                 named = ((name, request_id) for name in _id_headers(scope))
                 message["headers"] = [*message.get("headers", ()), *named]
+                if (trace := scope.get(TRACE)) is not None and trace.traceresponse:
+                    message["headers"].append((TRACE_RESPONSE.encode(), trace.traceresponse.encode()))
                 if is_body_held_back:  # it may never come, and the next request would be taken for it
                     message["headers"].append((b"connection", b"close"))
             await send(message)

@@ -102,7 +102,7 @@ OF_VLLM = {
     "--disable-hybrid-kv-cache-manager": _NOTHING,
     "--nnodes": _HOSTS,
     "--master-addr": _HOSTS,
-    "--otlp-traces-endpoint": "nothing is traced; answers over gRPC have their timings, and /metrics their sums",
+    "--collect-detailed-traces": "with --otlp-traces-endpoint it is always so, leave it out",
     "--logits-processors": "requests have logit_bias, allowed_token_ids, bad_words and structured outputs",
     "--enable-sleep-mode": "nodes do not sleep: stop them",
     "--enable-prompt-embeds": _TEXT_ALONE,
@@ -130,6 +130,7 @@ OF_SGLANG = {
     "--lora-paths": _LORA,
     "--speculative-algorithm": _SPECULATION,
     "--enable-metrics": _ALWAYS,
+    "--enable-trace": "--otlp-traces-endpoint URL",
     "--grammar-backend": _NOTHING,
 }
 

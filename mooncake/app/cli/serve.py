@@ -85,6 +85,10 @@ SslCaCerts = Annotated[str | None, typer.Option(metavar="FILE", help="The CA of 
 SslCertReqs = Annotated[
     int | None, typer.Option(min=0, max=2, help="Client certificates: 0 none, 1 optional, 2 required.")
 ]
+OtlpTracesEndpoint = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="An OpenTelemetry collector (OTLP over gRPC) for traces.", show_default="none"),
+]
 Restart = Annotated[bool, typer.Option(help="Restart processes that died.")]
 Ray = Annotated[bool, typer.Option("--ray", help="Start the nodes as Ray actors.")]
 LogLevel = Annotated[str, typer.Option(help="Log level of the nodes: DEBUG, INFO, WARNING or ERROR.")]
@@ -116,6 +120,7 @@ def serve(
     ssl_keyfile: SslKeyfile = None,
     ssl_ca_certs: SslCaCerts = None,
     ssl_cert_reqs: SslCertReqs = None,
+    otlp_traces_endpoint: OtlpTracesEndpoint = None,
     restart: Restart = True,
     ray: Ray = False,
     log_level: LogLevel = "WARNING",
@@ -147,6 +152,7 @@ def serve(
         "conductor.ssl_keyfile": ssl_keyfile,
         "conductor.ssl_ca_certs": ssl_ca_certs,
         "conductor.ssl_cert_reqs": ssl_cert_reqs,
+        "conductor.otlp_traces_endpoint": otlp_traces_endpoint,
     }
     settings = load(config, overrides, flags)
     log_level = log_level.upper()

@@ -22,6 +22,7 @@ from conductor.admission.rules import ADMISSIONS
 from conductor.ingress.parsers.output_format import REASONING_PARSERS, TOOL_CALL_PARSERS
 from conductor.placement.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS
+from mooncake.app.extras import require_tracing
 from mooncake.checkpoint import Checkpoint, weight_shapes
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.errors import ConfigError
@@ -128,7 +129,9 @@ def free_port(host: str, but: int = 0) -> int:
 
 
 def check_choices(config: Config) -> None:
-    """Raises ConfigError for an unknown policy, rule or mode, once rather than from several processes."""
+    """Raises ConfigError for an unknown policy, rule or mode, and MissingDependency where traces are wanted that cannot
+    be sent: once, rather than from several processes."""
+    require_tracing(config.conductor.otlp_traces_endpoint)
     for name, known in _CHOICES.items():
         section, _, key = name.partition(".")
         value = getattr(getattr(config, section), key)
