@@ -163,8 +163,8 @@ class Prompts:
         context_len = self.context_len
         room = context_len - num_prompt
         if requested is not None and requested > room:
-            left = f"leaves {room} of the context of {context_len}"
-            raise ContextTooLong(f"{param} is {shown(requested)}, and a prompt of {num_prompt} tokens {left}", param)
+            left = f"{_context(context_len)}, and a prompt of {num_prompt} leaves {room}"
+            raise ContextTooLong(f"{param} is {shown(requested)}: {left}", param)
 
     def close(self) -> None:
         """Drop the work that still waits for a thread."""
@@ -193,11 +193,18 @@ class Prompts:
         if keep is not None:
             tokens = keep.of(tokens)
         if len(tokens) >= self.context_len:
-            raise self._too_long(f"a prompt of {len(tokens)} tokens", param)
+            raise self._too_long(f"{len(tokens)} tokens > {self.context_len - 1} maximum", param)
         return tokens
 
     def _too_long(self, what: str, param: str) -> ContextTooLong:
-        return ContextTooLong(f"{what} leaves no room for an answer: the context is {self.context_len} tokens", param)
+        limit = f"{_context(self.context_len)}, one of them for the answer"
+        return ContextTooLong(f"prompt is too long: {what}; {limit}", param)
+
+
+def _context(num_tokens: int) -> str:
+    """In the words that clients look for: by them they tell a conversation to be shortened from a mistake. So they do
+    by "prompt is too long: N tokens > M maximum"."""
+    return f"this model's maximum context length is {num_tokens} tokens"
 
 
 def check_count(messages: Sized, param: str) -> None:

@@ -160,7 +160,7 @@ async def test_a_person_asks_for_tokens_at_most(front, raw, capsys):
 
     [asked] = front.script.asked
     assert len(asked.tokens) + asked.sampling.max_tokens == 4096 and capsys.readouterr().out.endswith("\n")
-    with pytest.raises(ContextTooLong, match="leaves no room"):
+    with pytest.raises(ContextTooLong, match="prompt is too long"):
         await asyncio.to_thread(generate, "x" * 5000, options, raw=raw, as_json=False)
 
 
@@ -212,7 +212,8 @@ async def test_more_tokens_than_the_context_leaves_are_refused_in_the_words_of_h
 
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == caught.value.message
-    assert caught.value.message == "max_tokens is 120, and a prompt of 3977 tokens leaves 119 of the context of 4096"
+    context = "this model's maximum context length is 4096 tokens"
+    assert caught.value.message == f"max_tokens is 120: {context}, and a prompt of 3977 leaves 119"
     await say(front, messages=[message], sampling=SamplingParams(max_tokens=119))
     assert front.script.asked[-1].sampling.max_tokens == 119
 

@@ -225,7 +225,7 @@ async def test_the_context_is_what_the_nodes_have_memory_for_if_that_is_less(ope
 
     told = [models[0]["max_model_len"], tokenized["max_model_len"], listed.models[0].max_model_len]
     assert told == [context] * 3
-    assert f"the context is {context} tokens" in refused["error"]["message"]
+    assert f"maximum context length is {context} tokens" in refused["error"]["message"]
 
 
 async def test_an_answer_that_the_nodes_have_no_memory_for_is_refused_before_it_begins(open_front):
@@ -236,8 +236,26 @@ async def test_an_answer_that_the_nodes_have_no_memory_for_is_refused_before_it_
 
     assert [response.status_code for response in (fits, more, full)] == [200, 400, 400]
     assert len(front.script.asked) == 1
-    assert more.json()["error"]["message"].endswith("a prompt of 600 tokens leaves 40 of the context of 640")
-    assert full.json()["error"]["message"].endswith("leaves no room for an answer: the context is 640 tokens")
+    assert more.json()["error"]["message"].endswith("is 640 tokens, and a prompt of 600 leaves 40")
+    assert full.json()["error"]["message"].startswith("prompt is too long: 640 tokens > 639 maximum")
+
+
+@pytest.mark.parametrize(
+    ("path", "wishes", "length"),
+    [
+        ("/v1/completions", {"prompt": "x" * 5000}, 5000),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 5000}]}, 5017),
+        ("/v1/responses", {"input": "x" * 5000}, 5017),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x" * 5000}], "max_tokens": 9}, 5017),
+    ],
+)
+async def test_clients_find_the_words_by_which_they_shorten_a_conversation(front, path, wishes, length):
+    answer = await front.http.post(path, json=wishes)
+
+    told = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert told.startswith(f"prompt is too long: {length} tokens > 4095 maximum; ")
+    assert "this model's maximum context length is 4096 tokens" in told
 
 
 async def test_open_requests_have_a_bound_and_health_does_not_count(open_front):

@@ -49,7 +49,7 @@ from conductor.ingress.http.event_stream import StreamingAnswer, event_frame
 from conductor.ingress.parsers.parts import NOT_JSON, CallPart, read_json
 from conductor.ingress.prompts import check_count
 from conductor.ingress.tools import Function, FunctionName, NamedTool, Tool, Tools, tools_of
-from mooncake.errors import DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere, shown
+from mooncake.errors import ContextTooLong, DeadlineExceeded, InvalidRequest, MooncakeError, RetryElsewhere, shown
 from mooncake.text.chat_template import ChatCall, ChatMessage
 from mooncake.types import FinishReason
 
@@ -248,7 +248,7 @@ def _error_body(error: MooncakeError) -> MessageErrorBody:
         kind = "timeout_error"
     param = error.param if isinstance(error, InvalidRequest) else None
     details = ErrorDetails("thread_unsupported_request", ("thread",)) if isinstance(error, NoThreads) else UNSET
-    is_named = param is None or error.message.startswith(param)
+    is_named = param is None or error.message.startswith(param) or isinstance(error, ContextTooLong)
     return MessageErrorBody(MessageError(kind, error.message if is_named else f"{param}: {error.message}", details))
 
 
