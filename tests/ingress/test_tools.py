@@ -362,6 +362,27 @@ async def test_the_next_turn_holds_calls_and_their_results(front, client):
     assert "<user><tool_response>\n12 degrees\n</tool_response>" in prompt
 
 
+async def test_a_format_of_texts_is_no_matter_where_a_tool_must_be_called(front, client):
+    """Clients send both where one class describes the call and the answer."""
+    front.script.text = '{"name": "get_weather", "arguments": {"city": "Bern"}}'
+    form = {"name": "Weather", "schema": WEATHER["function"]["parameters"]}
+    asked = {"model": "bytes", "tool_choice": "required"}
+
+    chat = await client.chat.completions.create(
+        messages=ASK, tools=[WEATHER], response_format={"type": "json_schema", "json_schema": form}, **asked
+    )
+    flat = {"type": "function", **WEATHER["function"]}
+    response = await client.responses.create(
+        input="W?", tools=[flat], text={"format": {"type": "json_schema", **form}}, **asked
+    )
+
+    assert chat.choices[0].message.tool_calls[0].function.arguments == '{"city": "Bern"}'
+    assert (response.output[0].type, response.output[0].arguments) == ("function_call", '{"city": "Bern"}')
+    await client.chat.completions.create(messages=ASK, tools=[WEATHER], **asked)
+    first, second, alone = (request.sampling.guide for request in front.script.asked)
+    assert first == second == alone
+
+
 @pytest.mark.parametrize("more", [{}, {"tool_calls": []}, {"refusal": "No."}])
 async def test_a_turn_without_content_and_calls_is_an_empty_one(front, client, more):
     """Clients send an answer back as they read it."""
@@ -377,7 +398,10 @@ async def test_a_turn_without_content_and_calls_is_an_empty_one(front, client, m
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "maybe"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]"),
-        ({"tools": [WEATHER], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        (
+            {"tools": [WEATHER], "tool_choice": "required", "extra_body": {"structured_outputs": {"choice": ["yes"]}}},
+            "tool_choice",
+        ),
         ({"tools": [BROKEN], "tool_choice": "required"}, "tools"),
     ],
 )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from msgspec import structs
 from starlette.requests import Request
 
 from conductor.ingress.answers import Job
@@ -101,6 +102,8 @@ class Intake:
     ) -> Job:
         """The checked job of a chat, ``number`` of those of a request. Raises InvalidRequest, naming the field."""
         fields, tools = call.fields, conversation.tools
+        if tools is not None and tools.must_call:
+            fields = structs.replace(fields, response_format=None)  # that is for a text, and there will be none
         keep = self.prompts.to_keep(fields.truncate_prompt_tokens, fields.truncation_side, max_tokens or 1)
         tokens = await self.encode(conversation, keep)
         max_tokens = self.prompts.max_tokens(len(tokens), max_tokens, self.pipeline.model.sampling.max_tokens)
