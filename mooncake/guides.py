@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
+from mooncake.closed_objects import closed
 from mooncake.errors import InvalidRequest
 from mooncake.guide_limits import check_grammar, check_schema
 from mooncake.sampling import Guide, GuideKind
@@ -170,9 +171,11 @@ def _sentence(report: str) -> str:
 
 def _json_grammar(schema: str) -> str:
     """Spaced as by json.dumps: where arbitrary white space is allowed, a small model can write it for ever."""
-    check_schema(json.loads(schema))
+    parsed = json.loads(schema)
+    check_schema(parsed)
     return LLMatcher.grammar_from_json_schema(
-        schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        json.dumps(closed(parsed)),
+        defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
     )
 
 

@@ -595,6 +595,11 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required"
         ({"extra_body": {"guided_choice": ["yes", "no"]}}, "choice", ["yes", "no"]),
         ({"extra_body": {"guided_grammar": 'root ::= "a"'}}, "grammar", 'root ::= "a"'),
         ({"extra_body": {"structured_outputs": {"choice": ["yes"], "disable_fallback": True}}}, "choice", ["yes"]),
+        (
+            {"extra_body": {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}}},
+            "json_schema",
+            SCHEMA,
+        ),
         ({"extra_body": {"structured_outputs": {"json": SCHEMA} | UNSET}}, "json_schema", SCHEMA),
     ],
 )

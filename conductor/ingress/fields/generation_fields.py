@@ -38,10 +38,10 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    disable_fallback: bool | None = None  # this and the next have no effect: both are always the case
+    disable_fallback: bool | None = None  # this and the next two have no effect: all are always the case
     disable_any_whitespace: bool | None = None
-    # vLLM's alone: refused if they ask for something, and clients that send the whole form send them unset
     disable_additional_properties: bool | None = None
+    # vLLM's alone: refused if they ask for something, and clients that send the whole form send them unset
     whitespace_pattern: str | None = None
     structural_tag: dict[str, object] | str | None = None
 
@@ -61,7 +61,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 _COUNTERPARTS = {
-    "disable_additional_properties": 'a schema says so with "additionalProperties": false',
     "whitespace_pattern": "a grammar in Lark's form, or a regex, says where an answer may have whitespace",
     "structural_tag": "a grammar in Lark's form can say the same",
 }
