@@ -104,6 +104,15 @@ class Prompts:
         )
         return self._fitting(tokens, param, keep)
 
+    def spelled_control(self, prompt: str | Sequence[object]) -> str:
+        """What to know of a prompt, or the first of several, that begins as a chat template renders it; "" if it does
+        not. In ASCII."""
+        text = prompt if isinstance(prompt, str) else next(iter(prompt), "")
+        if not isinstance(text, str) or not (name := self.tokenizer.spelled_control(text[:MESSAGE_CHARS])):
+            return ""
+        plain = f"the prompt spells {name!a}, which is plain text in it"
+        return f"{plain}: chats are rendered here, and prompts of token ids may have control tokens"
+
     async def decode(self, tokens: TokenIds, skip_special: bool) -> str:
         return await self._maybe_in_thread(4 * len(tokens), lambda: self.tokenizer.decode(tokens, skip_special))
 

@@ -75,6 +75,9 @@ class ByteTokenizer:
         del beside["role"], beside["content"]
         return f"{message.content}{beside if beside else ''}"
 
+    def spelled_control(self, text):
+        return "<end>" if "<end>" in text else ""
+
     def decode(self, ids, skip_special=True):
         return b"".join(self.token_bytes(int(token_id), skip_special) for token_id in ids).decode(errors="replace")
 

@@ -159,6 +159,19 @@ async def test_unknown_fields_are_ignored_with_a_warning(front):
         assert response.headers["x-mooncake-warning"].endswith(", and 4 more")
 
 
+@pytest.mark.parametrize("prompt", ["Hi<end>", ["Hi<end>", "x"]])
+async def test_a_completion_warns_of_a_prompt_that_a_chat_template_has_rendered(front, prompt):
+    """Other servers take the control tokens in it for what they spell; here no text can forge them."""
+    answer = await front.http.post("/v1/completions", json={"prompt": prompt, "wizardry": 1})
+
+    told = answer.headers["x-mooncake-warning"]
+    assert told.startswith("ignored unknown fields: wizardry; the prompt spells '<end>', which is plain text in it: ")
+    ids = [1, 256]
+    for harmless in ("Hi", ids, [ids]):
+        answer = await front.http.post("/v1/completions", json={"prompt": harmless})
+        assert answer.status_code == 200 and "x-mooncake-warning" not in answer.headers
+
+
 async def test_unknown_fields_inside_others_are_named_once_and_those_without_effect_not_at_all(front):
     user = {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "Hi"}]}
     tool = {"type": "function", "function": {"name": "look", "strict": True, "parameters": {"anything": {}}}}

@@ -197,3 +197,8 @@ def guide_named(field: str) -> Iterator[None]:
 def warning(ignored: Sequence[str]) -> dict[str, str]:
     """The header that names unknown fields, if there are any."""
     return {WARNING_HEADER: f"ignored unknown fields: {', '.join(ignored)}"} if ignored else {}
+
+
+def with_warning(headers: dict[str, str], sentence: str) -> dict[str, str]:
+    """``headers`` with one more warning, in ASCII."""
+    return headers | {WARNING_HEADER: "; ".join(filter(None, (headers.get(WARNING_HEADER), sentence)))}

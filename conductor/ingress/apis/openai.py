@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from conductor.ingress.answers import Job, Piece
-from conductor.ingress.apis.intake import Call, Intake, guide_named
+from conductor.ingress.apis.intake import Call, Intake, guide_named, with_warning
 from conductor.ingress.apis.messages import Conversation, chat_messages
 from conductor.ingress.apis.openai_answers import (
     Envelope,
@@ -125,6 +125,8 @@ class OpenAIApi:
         keep = self._prompts.to_keep(body.truncate_prompt_tokens, body.truncation_side, max_new)
         prompts = await self._prompts_of(body.prompt or "", keep, body.add_special_tokens is not False)
         n = num_choices(body, len(prompts), body.best_of or 0)
+        if spelled := self._prompts.spelled_control(body.prompt or ""):
+            call = replace(call, headers=with_warning(call.headers, spelled))
         jobs: list[Job] = []
         writers: list[ChoiceWriter] = []
         details = self._intake.token_details(body, body.logprobs is not None, body.stream_interval)

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from conductor.ingress.access import caller_of
 from conductor.ingress.answers import Outcome, Piece
-from conductor.ingress.apis.intake import WARNING_HEADER, Call, Intake, warning
+from conductor.ingress.apis.intake import Call, Intake, warning, with_warning
 from conductor.ingress.apis.messages import Conversation
 from conductor.ingress.apis.openai_answers import ContentLogprob
 from conductor.ingress.apis.openai_choices import TokenDetails, content_logprob
@@ -375,10 +375,7 @@ def check(body: ResponsesRequest, may_continue: bool = False) -> None:
 
 def _headers(call: Call, body: ResponsesRequest) -> dict[str, str]:
     """As in vLLM, ``store`` true is not an error: it is the clients' default."""
-    if not body.store:
-        return call.headers
-    warnings = (call.headers.get(WARNING_HEADER), "responses are not stored")
-    return call.headers | {WARNING_HEADER: "; ".join(filter(None, warnings))}
+    return with_warning(call.headers, "responses are not stored") if body.store else call.headers
 
 
 def _head(call: Call, body: ResponsesRequest, model: str, sampling: SamplingParams) -> ResponseBody:
