@@ -25,6 +25,7 @@ from conductor.ingress.apis.grpc import SERVICE, InferenceService
 from conductor.ingress.apis.intake import Intake
 from conductor.ingress.apis.models import ModelsApi
 from conductor.ingress.apis.openai import OpenAIApi
+from conductor.ingress.apis.openapi import openapi_route
 from conductor.ingress.apis.responses import ResponsesApi
 from conductor.ingress.apis.stored_responses import StoredResponses
 from conductor.ingress.apis.tokenizer import TokenizerApi
@@ -135,7 +136,7 @@ class Ingress:
             await self._tracer.close()
 
     def _app(self, intake: Intake, keep_alive_s: float) -> ASGIApp:
-        routes = [
+        routes: list[Route] = [
             *ModelsApi(intake.prompts).routes(),
             *OpenAIApi(intake, keep_alive_s).routes(),
             *ResponsesApi(intake, keep_alive_s, self._stored).routes(),
@@ -152,6 +153,7 @@ class Ingress:
             Route("/status.json", guarded(self._status_json), methods=["GET"]),
             Route("/", guarded(self._page), methods=["GET"]),
         ]
+        routes.append(openapi_route(routes, project_version()))
         app = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _wrong_method})
         app.router.redirect_slashes = False  # otherwise methods that no route accepts would get an empty 307
         return app

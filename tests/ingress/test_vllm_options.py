@@ -263,7 +263,7 @@ async def test_a_wrong_value_is_refused_by_its_field(front, wishes, param):
         ("/scale_elastic_ep", "/status.json"),
         ("/get_model_info", "/v1/models"),
         ("/completion", "POST /v1/completions continues"),
-        ("/openapi.json", "bodies are OpenAI's"),
+        ("/docs", "GET /openapi.json"),
     ],
 )
 async def test_a_path_of_other_servers_says_what_there_is_instead(front, path, words):

@@ -9,6 +9,7 @@ from starlette.routing import Route
 
 from conductor.api import AdapterLoading
 from conductor.ingress.apis.intake import Intake, warning
+from conductor.ingress.apis.openapi import Post
 from conductor.ingress.http.errors import guarded
 
 
@@ -32,8 +33,8 @@ class AdaptersApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/load_lora_adapter", guarded(self.load), methods=["POST"]),
-            Route("/v1/unload_lora_adapter", guarded(self.unload), methods=["POST"]),
+            Post("/v1/load_lora_adapter", guarded(self.load), LoadFields),
+            Post("/v1/unload_lora_adapter", guarded(self.unload), UnloadFields),
         ]
 
     async def load(self, request: Request) -> Response:

@@ -42,6 +42,7 @@ from conductor.ingress.apis.anthropic_types import (
 from conductor.ingress.apis.intake import Intake, warning
 from conductor.ingress.apis.messages import Conversation, content_text
 from conductor.ingress.apis.openai_types import ContentPart
+from conductor.ingress.apis.openapi import Post
 from conductor.ingress.apis.typed_events import stream_events, write_whole
 from conductor.ingress.fields.generation_fields import JsonSchema, ResponseFormat, chosen_variables
 from conductor.ingress.http.errors import error_headers, guarded, json_response
@@ -83,8 +84,8 @@ class MessagesApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route(MESSAGES, guarded(self.answer, refusal), methods=["POST"]),
-            Route(f"{MESSAGES}/count_tokens", guarded(self.count, refusal), methods=["POST"]),
+            Post(MESSAGES, guarded(self.answer, refusal), MessagesRequest),
+            Post(f"{MESSAGES}/count_tokens", guarded(self.count, refusal), CountRequest),
         ]
 
     async def count(self, request: Request) -> Response:

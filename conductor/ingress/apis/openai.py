@@ -36,6 +36,7 @@ from conductor.ingress.apis.openai_types import (
     Message,
     template_variables,
 )
+from conductor.ingress.apis.openapi import Post
 from conductor.ingress.fields.generation_fields import sampling_of
 from conductor.ingress.fields.request_json import decode_request
 from conductor.ingress.http.errors import guarded, json_response
@@ -112,9 +113,9 @@ class OpenAIApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/completions", guarded(self.complete), methods=["POST"]),
-            Route("/v1/chat/completions", guarded(self.chat), methods=["POST"]),
-            Route("/v1/chat/completions/batch", guarded(self.chat_batch), methods=["POST"]),
+            Post("/v1/completions", guarded(self.complete), CompletionRequest),
+            Post("/v1/chat/completions", guarded(self.chat), ChatRequest),
+            Post("/v1/chat/completions/batch", guarded(self.chat_batch), BatchChatRequest),
             Route("/invocations", guarded(self.invoke), methods=["POST"]),
         ]
 

@@ -26,6 +26,7 @@ from conductor.ingress.apis.intake import Call, Intake, warning, with_warning
 from conductor.ingress.apis.messages import Conversation
 from conductor.ingress.apis.openai_answers import ContentLogprob
 from conductor.ingress.apis.openai_choices import TokenDetails, content_logprob
+from conductor.ingress.apis.openapi import Post
 from conductor.ingress.apis.responses_input import conversation_of, input_items, input_messages
 from conductor.ingress.apis.responses_types import (
     CallItem,
@@ -84,8 +85,8 @@ class ResponsesApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/responses", guarded(self.respond), methods=["POST"]),
-            Route("/v1/responses/input_tokens", guarded(self.count), methods=["POST"]),
+            Post("/v1/responses", guarded(self.respond), ResponsesRequest),
+            Post("/v1/responses/input_tokens", guarded(self.count), ResponsesRequest),
             Route("/v1/responses/{response_id:path}", guarded(self.earlier), methods=["GET", "POST", "DELETE"]),
         ]
 

@@ -11,6 +11,7 @@ from conductor.ingress.apis.intake import Intake, warning
 from conductor.ingress.apis.messages import Conversation, chat_messages
 from conductor.ingress.apis.openai_answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from conductor.ingress.apis.openai_types import DetokenizeRequest, TokenizeRequest, template_variables
+from conductor.ingress.apis.openapi import Post
 from conductor.ingress.http.errors import guarded, json_response
 from conductor.ingress.tools import tools_of
 from mooncake.errors import InvalidRequest
@@ -26,8 +27,8 @@ class TokenizerApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/tokenize", guarded(self.tokenize), methods=["POST"]),
-            Route("/detokenize", guarded(self.detokenize), methods=["POST"]),
+            Post("/tokenize", guarded(self.tokenize), TokenizeRequest),
+            Post("/detokenize", guarded(self.detokenize), DetokenizeRequest),
             Route("/tokenizer_info", guarded(self.tokenizer_info), methods=["GET"]),
         ]
 

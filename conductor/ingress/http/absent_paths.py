@@ -42,7 +42,7 @@ _SENTENCES = {
     ("/get_server_info", "/slots", "/v1/loads"): _SCALE,
     ("/get_model_info", "/model_info", "/props"): "GET /v1/models tells of the model, GET /tokenizer_info of its texts",
     ("/completion", "/completions", "/infill"): "POST /v1/completions continues a text, or token ids",
-    ("/docs", "/redoc", "/openapi.json"): "deploy/docs/requests.md says what requests may ask for; bodies are OpenAI's",
+    ("/docs", "/redoc"): "GET /openapi.json tells what requests are made of, deploy/docs/requests.md what they mean",
     ("/collective_rpc",): "nodes have no workers to call into",
     ("/start_profile", "/stop_profile"): "GET /metrics has the times of all steps; `mooncake bench` measures",
     ("/kv_event_sources",): "the conductor follows its nodes' caches by itself",
