@@ -8,6 +8,7 @@ properties that nobody wants, until its answer is cut. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 Schema = dict[str, object]
 
@@ -19,14 +20,14 @@ _CONDITIONS = ("if", "not", "dependentSchemas", "unevaluatedProperties", "$dynam
 _OTHERS = ("additionalProperties", "patternProperties", "propertyNames", "minProperties")
 
 
-def closed(schema: object) -> object:
+def closed(schema: Schema) -> Schema:
     """``schema`` with ``additionalProperties: false`` where that only takes unnamed properties away. One in which
     several schemas describe the same object stays as it is: each would forbid what another one names."""
-    parts = list(_schemas(schema))
-    return schema if any(map(_is_combined, parts)) else _closed(schema)
+    found: Schema = schema if any(map(_is_combined, _schemas(schema))) else _closed(schema)
+    return found
 
 
-def _closed(schema: object) -> object:
+def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     found = dict(schema)

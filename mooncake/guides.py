@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +24,17 @@ from mooncake.sampling import Guide, GuideKind
 from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds
 
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
 MAX_COMPILED = 64  # compiled guides kept
 # Limit on parser states at one token, which are computed on the thread that generates all tokens. Usual schemas and
 # grammars have a few hundred, those with hundreds of cases some thousand; ambiguous ones have more with every
 # token, and each takes longer.
 MAX_READINGS = 5000
+
+_SPACING: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""As by json.dumps: where arbitrary white space is allowed, a small model can write it for ever."""
 
 
 class Guides:
@@ -170,13 +177,14 @@ def _sentence(report: str) -> str:
 
 
 def _json_grammar(schema: str) -> str:
-    """Spaced as by json.dumps: where arbitrary white space is allowed, a small model can write it for ever."""
     parsed = json.loads(schema)
     check_schema(parsed)
-    return LLMatcher.grammar_from_json_schema(
-        json.dumps(closed(parsed)),
-        defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
-    )
+    return LLMatcher.grammar_from_json_schema(json.dumps(closed(parsed)), defaults=_SPACING)
+
+
+def inline_schema(schema: dict[str, object]) -> str:
+    """What a guide of ``schema`` allows, for use in a grammar."""
+    return f"%json {json.dumps(closed(schema) | {'x-guidance': _SPACING})}"
 
 
 class _Vocabulary:

@@ -105,7 +105,7 @@ def test_the_form_is_read_from_the_template_or_named():
 
 def test_tags_that_are_control_tokens_are_tokens_of_a_guide():
     guide = output_format("mistral", "auto", "", False).guide(
-        Guide(GuideKind.REGEX, "a"), Start.WITHIN, {"[THINK]": 34, "[/THINK]": 35}.get
+        Guide(GuideKind.REGEX, "a"), Start.WITHIN, {"[THINK]": 34, "[/THINK]": 35}.get, None
     )
     assert "<[35]>" in guide.lead and "[/THINK]" not in guide.lead and guide.text == "a"
 

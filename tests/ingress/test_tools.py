@@ -383,6 +383,61 @@ async def test_a_format_of_texts_is_no_matter_where_a_tool_must_be_called(front,
     assert first == second == alone
 
 
+FORM = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "City", "schema": FORM}}
+
+
+def lets(front, text: str) -> bool:
+    """Whether the guide of the last request lets ``text`` be the answer."""
+    state = Guides(lambda: front.tokenizer, front.tokenizer.vocab_size).state(front.script.asked[-1].sampling.guide)
+    state.follow(front.tokenizer.encode(text))
+    try:
+        return bool(state.allowed()[front.tokenizer.eos_ids[0]])
+    except InvalidRequest:  # it has left the guide
+        return False
+
+
+@pytest.mark.parametrize(
+    ("template", "thought", "text"),
+    [
+        ("<tool_call>", "", f"{CALL}\n{CALL}"),
+        ("<tool_call> <function=", "", XML),
+        ("<tool_call> <think> </think>", "<think>\nHm. {}\n</think>\n\n", CALL),
+        ("<|tool_call|>", "", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Zürich"}}]'),
+        ("[TOOL_CALLS]", "", '[TOOL_CALLS]get_weather{"city": "Zürich"}'),
+        ("<|python_tag|>", "", '{"name": "get_weather", "parameters": {"city": "Zürich"}}'),
+        ("<|python_start|>", "", '[get_weather(city="Zürich")]'),
+        ("<|channel|>", "", CHANNEL),
+        ("<|channel|>", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", CHANNEL),
+        ("<|channel|>", "", CHANNEL.removeprefix("<|channel|>commentary").replace("<|m", "<|channel|>commentary<|m")),
+    ],
+)
+async def test_who_may_call_a_tool_calls_it_or_answers_in_the_format(open_front, template, thought, text):
+    """As with OpenAI: agents send the format of their last answer with every turn."""
+    answers = {"final": f'{thought}<|channel|>final<|message|>{{"city": "Bern"}}', "": f'{thought}{{"city": "Bern"}}'}
+    answer = answers["final" if "channel" in template else ""]
+    async with open_front(template=f"tools {template} tool_calls") as front:
+        told = []
+        for front.script.text in (f"{thought}{text}", answer):
+            wishes = {"messages": ASK, "tools": [WEATHER], "response_format": FORMAT}
+            asked = await front.http.post("/v1/chat/completions", json=wishes)
+            told.append(asked.json()["choices"][0])
+            assert lets(front, front.script.text)
+
+    assert told[0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+    assert [choice["finish_reason"] for choice in told] == ["tool_calls", "stop"]
+    assert told[1]["message"]["content"] == '{"city": "Bern"}'
+    for wrong in ("It is warm.", answer.replace('"Bern"', "3"), f"It is warm. {text}"):
+        assert not lets(front, wrong)
+
+
+async def test_a_guide_that_is_no_format_is_for_the_whole_answer(front, client):
+    extra = {"structured_outputs": {"json": FORM}}
+    for more in ({"extra_body": extra}, {"extra_body": extra, "response_format": {"type": "text"}}):
+        await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER], **more)
+        assert lets(front, '{"city": "Bern"}') and not lets(front, CALL)
+
+
 @pytest.mark.parametrize("more", [{}, {"tool_calls": []}, {"refusal": "No."}])
 async def test_a_turn_without_content_and_calls_is_an_empty_one(front, client, more):
     """Clients send an answer back as they read it."""

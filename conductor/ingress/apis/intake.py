@@ -121,7 +121,9 @@ class Intake:
             guide = call_guide
         if guide is not None:
             with guide_named("tools" if sampling.guide is None else fields.guide_field):
-                sampling = replace(sampling, guide=self.output_format.guide(guide, start, tokenizer.control_id))
+                may_call = tools if fields.has_format else None
+                guide = self.output_format.guide(guide, start, tokenizer.control_id, may_call)
+                sampling = replace(sampling, guide=guide)
                 await self.prompts.check_guide(sampling.guide)
         budget = self._thinking_budget(fields.thinking_token_budget, start)
         job = self.job(call, tokens, replace(sampling, thinking_budget=budget), number)

@@ -129,6 +129,11 @@ class GenerationFields(msgspec.Struct, frozen=True, kw_only=True):
         return next((name for name in names if getattr(self, name) is not None), "response_format")
 
     @property
+    def has_format(self) -> bool:
+        """Whether its guide is for answers in text alone; those of vLLM's fields are for any answer."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
     def session(self) -> str:
         """A hint which requests belong together."""
         return self.session_id or self.prompt_cache_key or self.user or ""

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from conductor.ingress.parsers.calls_instead import RULE, call_rules
 from conductor.ingress.parsers.json_calls import JsonCallParser, JsonValue
 from conductor.ingress.parsers.parts import (
     CallPart,
@@ -23,12 +24,13 @@ from conductor.ingress.parsers.parts import (
     new_call_id,
     overlap,
 )
-from conductor.ingress.parsers.reasoning import Start, spelled
+from conductor.ingress.parsers.reasoning import Start, led, spelled
 from conductor.ingress.tools import Tools
 from mooncake.sampling import Guide
 
 CHANNEL, MESSAGE, START = "<|channel|>", "<|message|>", "<|start|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", START)  # the last one if an end is missing
+_OF_CALLS = (CHANNEL, "<|constrain|>", MESSAGE)  # in a call
 _MARKERS = frozenset((CHANNEL, MESSAGE, "<|constrain|>", *_ENDS))
 _RECIPIENT = re.compile(r"\bto=(?:functions\.)?(?P<name>[\w-]{1,128})(?![\w.-])")
 _REASONING = re.compile(rf"{re.escape(CHANNEL)}\s*analysis\b")
@@ -186,17 +188,19 @@ class HarmonyFormat:
     def markers(self, tools: Tools | None) -> frozenset[str]:
         return _MARKERS
 
-    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
-        """The guide applied to the channel ``final``, after any number of reasoning messages."""
+    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None], tools: Tools | None) -> Guide:
+        """The guide applied to the channel ``final``, after any number of reasoning messages. A call is one message."""
         if start is Start.AFTER:
             return guide
         channel, message, begin, end = (spelled(tag, token_of(tag)) for tag in (CHANNEL, MESSAGE, START, _ENDS[0]))
         is_text = token_of(_ENDS[0]) is None
+        calls = () if tools is None else call_rules(("to=", " to="), _OF_CALLS, token_of)
+        called = f' | {channel} "commentary"? {RULE} | {RULE}' if calls else ""
         rules = (
-            "%llguidance {}",
-            f'start: thought* {channel} "final" {message} @answer',
+            f'start: thought* ({channel} "final" {message} @answer{called})',
             f'thought: {channel} "analysis" {message} inside {begin} "assistant"',
             f"inside: text {'' if is_text else end}",
             f"text[suffix={end}]: /(?s:.*)/" if is_text else "text: /(?s:.*)/",
+            *calls,
         )
-        return replace(guide, lead="\n".join(rules))
+        return led(guide, rules)

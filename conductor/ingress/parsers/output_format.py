@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from conductor.ingress.parsers.calls_instead import RULE, call_rules
 from conductor.ingress.parsers.harmony import CHANNEL, HarmonyFormat
 from conductor.ingress.parsers.json_calls import (
     DEEPSEEK,
@@ -24,7 +25,7 @@ from conductor.ingress.parsers.json_calls import (
 )
 from conductor.ingress.parsers.parts import FirstCallParser, OutputParser, PlainParser
 from conductor.ingress.parsers.python_calls import BEGIN, END, PythonicCallParser
-from conductor.ingress.parsers.reasoning import ReasoningParser, Start, Tags, after_reasoning
+from conductor.ingress.parsers.reasoning import ReasoningParser, Start, Tags, after_reasoning, led
 from conductor.ingress.parsers.xml_calls import XmlCallParser
 from conductor.ingress.tools import Tools
 from mooncake.errors import ConfigError
@@ -79,6 +80,18 @@ _JSON_FORMATS = {
     CallFormat.LLAMA_3: LLAMA_3,
     CallFormat.MISTRAL: MISTRAL,
 }
+_BEGINS: dict[CallFormat, tuple[str, ...]] = {
+    CallFormat.HERMES: (HERMES.begin,),
+    CallFormat.QWEN_XML: (HERMES.begin,),
+    CallFormat.GRANITE: (GRANITE.begin,),
+    CallFormat.MISTRAL: (MISTRAL.begin,),
+    CallFormat.LLAMA_3: (LLAMA_3.begin,),  # or without: an object, as ``Tools.form_of_calls`` says
+    CallFormat.PYTHON: (BEGIN, "[NAME("),
+    CallFormat.KIMI: (KIMI.silent[0], KIMI.begin),
+    CallFormat.DEEPSEEK: (DEEPSEEK.silent[0], DEEPSEEK.begin),
+}
+"""How an answer begins that is a call; NAME stands for that of each tool."""
+
 _MARKERS: dict[CallFormat, tuple[str, ...]] = {
     CallFormat.HERMES: (HERMES.begin, HERMES.end),
     CallFormat.QWEN_XML: (HERMES.begin, HERMES.end),
@@ -124,9 +137,9 @@ class OutputFormat(Protocol):
         """Strings that a parser needs to see even where they are control tokens."""
         ...
 
-    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
-        """``guide`` applied only after the reasoning, if there may be some. ``token_of`` returns the control token that
-        a marker is; None for one that is plain text."""
+    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None], tools: Tools | None) -> Guide:
+        """``guide`` applied only after the reasoning, if there may be some, and only where none of ``tools`` is called.
+        ``token_of`` returns the control token that a marker is; None for one that is plain text."""
         ...
 
 
@@ -178,10 +191,16 @@ class TaggedFormat:
         tags = () if self.tags is None else (self.tags.begin, self.tags.end)
         return frozenset((*tags, *(_MARKERS[self.calls] if tools is not None else ())))
 
-    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None]) -> Guide:
-        if self.tags is None or start is Start.AFTER:
-            return guide
-        return after_reasoning(guide, self.tags, start is Start.WITHIN, token_of)
+    def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None], tools: Tools | None) -> Guide:
+        answer, calls = "@answer", tuple[str, ...]()
+        if tools is not None:
+            names = [function.name for function in tools.functions]
+            begins = dict.fromkeys(tag.replace("NAME", name) for tag in _BEGINS[self.calls] for name in names)
+            form = tools.form_of_calls("parameters") if self.calls is CallFormat.LLAMA_3 else None
+            answer, calls = f"@answer | {RULE}", call_rules(begins, _MARKERS[self.calls], token_of, form)
+        if self.tags is not None and start is not Start.AFTER:
+            return led(guide, (*after_reasoning(self.tags, start is Start.WITHIN, token_of, answer), *calls))
+        return led(guide, (f"start: {answer}", *calls)) if calls else guide
 
 
 def output_format(reasoning: str, calls: str, template: str, tells_tools: bool) -> OutputFormat:

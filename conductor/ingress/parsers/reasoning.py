@@ -8,7 +8,7 @@ space around it belongs to neither side. Pure.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -113,8 +113,9 @@ class ReasoningParser:
         return [ReasoningPart(decided)] if decided else []
 
 
-def after_reasoning(guide: Guide, tags: Tags, is_open: bool, token_of: Callable[[str], int | None]) -> Guide:
-    """The guide of an answer that may reason first, or must, if its reasoning ``is_open``.
+def after_reasoning(tags: Tags, is_open: bool, token_of: Callable[[str], int | None], answer: str) -> tuple[str, ...]:
+    """Rules of a grammar for an answer that may reason first, or must, if its reasoning ``is_open``, and for what
+    follows: ``answer``, in such a rule.
 
     ``token_of`` returns the control token that a tag is; None for one that is plain text.
     """
@@ -124,8 +125,12 @@ def after_reasoning(guide: Guide, tags: Tags, is_open: bool, token_of: Callable[
     else:
         thought = f"thought: inside {end}\ninside: /(?s:.*)/"
     lead = "thought gap" if is_open else "(lead thought gap)?"
-    rules = ("%llguidance {}", f"start: {lead} @answer", thought, f"lead: gap {begin}", "gap: /\\n{0,2}/")
-    return replace(guide, lead="\n".join(rules))
+    return f"start: {lead} ({answer})", thought, f"lead: gap {begin}", "gap: /\\n{0,2}/"
+
+
+def led(guide: Guide, rules: Iterable[str]) -> Guide:
+    """``guide`` at the place that ``rules`` of a grammar, the first for the whole answer, call ``@answer``."""
+    return replace(guide, lead="\n".join(("%llguidance {}", *rules)))
 
 
 def spelled(tag: str, token_id: int | None) -> str:
