@@ -100,17 +100,15 @@ class Tools:
         """The guide for an answer that must be a call, or several."""
         if not self.must_call:
             return None
-        schema = self.form_of_calls("arguments", "/items" if self.several else "")
+        place = "/items" if self.several else ""
+        if len(self.functions) == 1:
+            schema = _form_of_call(self.functions[0], place)
+        else:
+            forms = enumerate(self.functions)
+            schema = {"anyOf": [_form_of_call(function, f"{place}/anyOf/{number}") for number, function in forms]}
         if self.several:
             schema = {"type": "array", "minItems": 1, "items": schema}
         return Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
-
-    def form_of_calls(self, arguments: str, place: str = "") -> dict[str, object]:
-        """The schema of a call, for use at ``place`` within a schema; ``arguments`` is the name of theirs."""
-        if len(self.functions) == 1:
-            return _form_of_call(self.functions[0], arguments, place)
-        forms = enumerate(self.functions)
-        return {"anyOf": [_form_of_call(function, arguments, f"{place}/anyOf/{number}") for number, function in forms]}
 
     def listed(self) -> list[dict[str, object]]:
         """As chat templates expect them."""
@@ -168,14 +166,15 @@ def _allowed(tools: Sequence[Tool], allowed: Sequence[AllowedTool]) -> list[Tool
     return [tool for tool in tools if tool.function.name in names]
 
 
-def _form_of_call(function: Function, arguments: str, place: str) -> dict[str, object]:
+def _form_of_call(function: Function, place: str) -> dict[str, object]:
+    """The schema of a call, for use at ``place`` within a schema."""
     return {
         "type": "object",
         "properties": {
             "name": {"const": function.name},
-            arguments: _at(f"{place}/properties/{arguments}", function.form_of_arguments),
+            "arguments": _at(f"{place}/properties/arguments", function.form_of_arguments),
         },
-        "required": ["name", arguments],
+        "required": ["name", "arguments"],
         "additionalProperties": False,
     }
 

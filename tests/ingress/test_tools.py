@@ -429,6 +429,16 @@ async def test_who_may_call_a_tool_calls_it_or_answers_in_the_format(open_front,
     assert told[1]["message"]["content"] == '{"city": "Bern"}'
     for wrong in ("It is warm.", answer.replace('"Bern"', "3"), f"It is warm. {text}"):
         assert not lets(front, wrong)
+    if CALL in text:  # a form that is known exactly
+        assert not lets(front, thought + CALL.replace("get_weather", "get_it"))
+        assert not lets(front, thought + CALL.replace('{"city": "Zürich"}', "3"))
+
+
+async def test_tools_that_no_guide_could_follow_go_with_a_format(front, client):
+    odd = {"description": "&" * 20, "not": {"required": ["x"]}}
+    tools = [BROKEN, {"type": "function", "function": {"name": "odd", "parameters": {"type": "object"} | odd}}]
+    await client.chat.completions.create(model="bytes", messages=ASK, tools=tools, response_format=FORMAT)
+    assert lets(front, CALL.replace("get_weather", "odd")) and lets(front, '{"city": "Bern"}')
 
 
 async def test_a_guide_that_is_no_format_is_for_the_whole_answer(front, client):

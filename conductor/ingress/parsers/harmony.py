@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from conductor.ingress.parsers.calls_instead import RULE, call_rules
+from conductor.ingress.parsers.calls_instead import RULE, free_calls
 from conductor.ingress.parsers.json_calls import JsonCallParser, JsonValue
 from conductor.ingress.parsers.parts import (
     CallPart,
@@ -194,7 +194,7 @@ class HarmonyFormat:
             return guide
         channel, message, begin, end = (spelled(tag, token_of(tag)) for tag in (CHANNEL, MESSAGE, START, _ENDS[0]))
         is_text = token_of(_ENDS[0]) is None
-        calls = () if tools is None else call_rules(("to=", " to="), _OF_CALLS, token_of)
+        calls = () if tools is None else free_calls(("to=", " to="), _OF_CALLS, token_of)
         called = f' | {channel} "commentary"? {RULE} | {RULE}' if calls else ""
         rules = (
             f'start: thought* ({channel} "final" {message} @answer{called})',

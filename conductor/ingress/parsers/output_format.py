@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from conductor.ingress.parsers.calls_instead import RULE, call_rules
+from conductor.ingress.parsers.calls_instead import RULE, form_of_calls, free_calls, tagged_calls
 from conductor.ingress.parsers.harmony import CHANNEL, HarmonyFormat
 from conductor.ingress.parsers.json_calls import (
     DEEPSEEK,
@@ -81,16 +81,15 @@ _JSON_FORMATS = {
     CallFormat.MISTRAL: MISTRAL,
 }
 _BEGINS: dict[CallFormat, tuple[str, ...]] = {
-    CallFormat.HERMES: (HERMES.begin,),
     CallFormat.QWEN_XML: (HERMES.begin,),
     CallFormat.GRANITE: (GRANITE.begin,),
     CallFormat.MISTRAL: (MISTRAL.begin,),
-    CallFormat.LLAMA_3: (LLAMA_3.begin,),  # or without: an object, as ``Tools.form_of_calls`` says
+    CallFormat.LLAMA_3: (LLAMA_3.begin,),  # or without: see ``form_of_calls``
     CallFormat.PYTHON: (BEGIN, "[NAME("),
     CallFormat.KIMI: (KIMI.silent[0], KIMI.begin),
     CallFormat.DEEPSEEK: (DEEPSEEK.silent[0], DEEPSEEK.begin),
 }
-"""How an answer begins that is a call; NAME stands for that of each tool."""
+"""How an answer begins that is a call, in all formats but Hermes'; NAME stands for that of each tool."""
 
 _MARKERS: dict[CallFormat, tuple[str, ...]] = {
     CallFormat.HERMES: (HERMES.begin, HERMES.end),
@@ -192,15 +191,19 @@ class TaggedFormat:
         return frozenset((*tags, *(_MARKERS[self.calls] if tools is not None else ())))
 
     def guide(self, guide: Guide, start: Start, token_of: Callable[[str], int | None], tools: Tools | None) -> Guide:
-        answer, calls = "@answer", tuple[str, ...]()
-        if tools is not None:
-            names = [function.name for function in tools.functions]
-            begins = dict.fromkeys(tag.replace("NAME", name) for tag in _BEGINS[self.calls] for name in names)
-            form = tools.form_of_calls("parameters") if self.calls is CallFormat.LLAMA_3 else None
-            answer, calls = f"@answer | {RULE}", call_rules(begins, _MARKERS[self.calls], token_of, form)
+        calls = () if tools is None else self._call_rules(tools, token_of)
+        answer = f"@answer | {RULE}" if calls else "@answer"
         if self.tags is not None and start is not Start.AFTER:
             return led(guide, (*after_reasoning(self.tags, start is Start.WITHIN, token_of, answer), *calls))
         return led(guide, (f"start: {answer}", *calls)) if calls else guide
+
+    def _call_rules(self, tools: Tools, token_of: Callable[[str], int | None]) -> tuple[str, ...]:
+        names = [function.name for function in tools.functions]
+        if self.calls is CallFormat.HERMES:
+            return tagged_calls(HERMES.begin, HERMES.end, form_of_calls(names, "arguments"), token_of)
+        begins = dict.fromkeys(tag.replace("NAME", name) for tag in _BEGINS[self.calls] for name in names)
+        form = form_of_calls(names, "parameters") if self.calls is CallFormat.LLAMA_3 else None
+        return free_calls(begins, _MARKERS[self.calls], token_of, form)
 
 
 def output_format(reasoning: str, calls: str, template: str, tells_tools: bool) -> OutputFormat:
