@@ -72,6 +72,9 @@ class ConductorSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_parser: str = "auto"
     tool_call_parser: str = "auto"
 
+    # control tokens that prompts spell (of completions, not of chats) are that, as with vLLM, and not text
+    rendered_prompts: bool = False
+
     # spans of each request go there by OTLP over gRPC: "http://HOST:4317", or https; "": none
     otlp_traces_endpoint: str = ""
 

@@ -218,6 +218,7 @@ def served_model(config: Config, checkpoint: Checkpoint, loaded: Mapping[str, Ad
             checkpoint.sampling_defaults(config.model.generation_config), config.model.generation_overrides
         ),
         chat_variables=json_object(config.model.chat_template_kwargs, "model.chat_template_kwargs"),
+        takes_rendered=config.conductor.rendered_prompts,
         root=config.model.path,
         adapter_roots=folders,
         loaded=loaded,

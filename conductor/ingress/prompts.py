@@ -54,6 +54,7 @@ class Prompts:
         self.tokenizer = tokenizer
         self._capacity_tokens = capacity_tokens
         self._check_open = check_open
+        self._encode = tokenizer.encode_rendered if model.takes_rendered else tokenizer.encode
         self._guides = Guides(lambda: tokenizer, model.vocab_size)
         self._threads = Threads(2, "tokenize")
 
@@ -65,10 +66,10 @@ class Prompts:
     async def encode(
         self, text: str, param: str = "prompt", keep: Keep | None = None, add_special: bool = True
     ) -> TokenIds:
-        """Token ids of plain text, or those to ``keep``. Raises InvalidRequest (empty) or ContextTooLong."""
+        """Token ids of a text, or those to ``keep``. Raises InvalidRequest (empty) or ContextTooLong."""
         if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a text of {len(text)} characters", param)
-        tokens = await self._maybe_in_thread(len(text), lambda: self.tokenizer.encode(text, add_special))
+        tokens = await self._maybe_in_thread(len(text), lambda: self._encode(text, add_special))
         return self._fitting(tokens, param, keep)
 
     async def encode_chat(
@@ -105,13 +106,16 @@ class Prompts:
         return self._fitting(tokens, param, keep)
 
     def spelled_control(self, prompt: str | Sequence[object]) -> str:
-        """What to know of a prompt, or the first of several, that begins as a chat template renders it; "" if it does
-        not. In ASCII."""
+        """What to know of a prompt, or the first of several, that begins as a chat template renders it, where that is
+        plain text; "" for others. In ASCII."""
         text = prompt if isinstance(prompt, str) else next(iter(prompt), "")
-        if not isinstance(text, str) or not (name := self.tokenizer.spelled_control(text[:MESSAGE_CHARS])):
+        if self.model.takes_rendered or not isinstance(text, str):
+            return ""
+        if not (name := self.tokenizer.spelled_control(text[:MESSAGE_CHARS])):
             return ""
         plain = f"the prompt spells {name!a}, which is plain text in it"
-        return f"{plain}: chats are rendered here, and prompts of token ids may have control tokens"
+        others = "prompts of token ids may have control tokens, and with conductor.rendered_prompts others, too"
+        return f"{plain}: chats are rendered here; {others}"
 
     async def decode(self, tokens: TokenIds, skip_special: bool) -> str:
         return await self._maybe_in_thread(4 * len(tokens), lambda: self.tokenizer.decode(tokens, skip_special))
@@ -193,7 +197,7 @@ class Prompts:
         probe = max(16 * self.model.max_model_len, LONG_TEXT_CHARS)
         if len(text) <= 2 * probe:
             return False
-        head = await self._maybe_in_thread(probe, lambda: self.tokenizer.encode(text[:probe]))
+        head = await self._maybe_in_thread(probe, lambda: self._encode(text[:probe]))
         return len(head) > 2 * self.model.max_model_len
 
     def _fitting(self, tokens: TokenIds, param: str, keep: Keep | None = None) -> TokenIds:

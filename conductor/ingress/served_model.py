@@ -28,6 +28,7 @@ class ServedModel:
     adapters: Mapping[str, Adapter] = field(default_factory=dict)  # by the names that clients use
     sampling: SamplingDefaults = NEUTRAL  # defaults of requests
     chat_variables: Mapping[str, object] = field(default_factory=dict)  # of the chat template, where requests name none
+    takes_rendered: bool = False  # whether control tokens that text prompts spell are that
     root: str = ""  # what was given as the model: a folder, a file, or a name
     adapter_roots: Mapping[str, str] = field(default_factory=dict)  # folders by configured adapter
     loaded: Mapping[str, Adapter] = field(default_factory=dict)  # adapters beside those; they change

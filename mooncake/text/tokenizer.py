@@ -20,7 +20,7 @@ from tokenizers import decoders, pre_tokenizers
 
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.json_file import MAX_JSON_BYTES, read_json
-from mooncake.text.chat_template import ChatMessage, ChatTemplate
+from mooncake.text.chat_template import ChatMessage, ChatTemplate, Piece
 from mooncake.text.tiktoken_file import backend_from_tiktoken
 from mooncake.types import TokenIds
 
@@ -59,6 +59,8 @@ class Tokenizer:
         self._prefix = prefix
         self._stripping = frozenset(stripping)
         self._control_ids = dict(control_ids)
+        names = sorted(control_ids, key=len, reverse=True)  # of two that begin alike, the longer one is meant
+        self._control_names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._bos = np.array(bos_ids, dtype=np.uint32)
         self.named_tokens = dict(named_tokens)
         self._template = self._compiled(template) if template else None
@@ -92,6 +94,19 @@ class Tokenizer:
         ids = self._text_ids(self._prefix + text if text else "", self._backend)
         return np.concatenate([self._bos, ids]) if add_special and len(self._bos) else ids
 
+    def encode_rendered(self, text: str, add_special: bool = True) -> TokenIds:
+        """As ``encode``, for text in which control tokens are what they spell: whoever sends it has rendered it. A
+        begin-of-sequence token that it begins with is not put before it again."""
+        at, pieces = 0, list[Piece]()
+        for found in self._control_names.finditer(text):
+            pieces += [Piece(text[at : found.start()]), Piece(found[0], is_control=True)]
+            at = found.end()
+        if not pieces:
+            return self.encode(text, add_special)
+        ids = self._ids_of([piece for piece in (*pieces, Piece(text[at:])) if piece.text])
+        has_begin = np.array_equal(ids[: len(self._bos)], self._bos)
+        return ids if has_begin or not add_special else np.concatenate([self._bos, ids])
+
     def encode_more(self, text: str) -> TokenIds:
         """Ids of a text that continues another one. Raises InvalidRequest."""
         return self._text_ids(text, self._continuing)
@@ -110,9 +125,13 @@ class Tokenizer:
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template: give it one, or send a plain prompt", "messages")
+        return self._ids_of(self._template.render(messages, variables, continue_final))
+
+    def _ids_of(self, pieces: Iterable[Piece]) -> TokenIds:
+        """Of a rendered text."""
         runs: list[TokenIds] = []
         before = None
-        for piece in self._template.render(messages, variables, continue_final):
+        for piece in pieces:
             if piece.is_control:
                 runs.append(np.array([self._control_ids[piece.text]], dtype=np.uint32))
             else:

@@ -226,6 +226,7 @@ def test_a_chat_is_rendered_as_transformers_renders_it(
     ids = smollm2.encode_chat(messages(chat))
     assert smollm2.decode(ids, skip_special=False) == text
     assert [int(i) for i in ids] == theirs_digit_by_digit.encode(text, add_special_tokens=False).ids
+    assert np.array_equal(smollm2.encode_rendered(text), ids)
 
 
 def checkpoint_template() -> str:
@@ -513,6 +514,10 @@ def test_the_begin_token_comes_first_where_the_model_asks_for_it(tmp_path: Path)
     assert ids_of(tokenizer, "dog <|endoftext|>").count(0) == 1
     assert ids_of(tokenizer, "") == [0]
     assert tokenizer.encode_chat([ChatMessage("user", "dog")])[0] == 1, "in a chat the template alone decides"
+    for rendered, begins in (("dog<|im_end|>", 1), ("<|endoftext|>dog<|im_end|>", 1), ("dog<|endoftext|>", 2)):
+        ids = tokenizer.encode_rendered(rendered).tolist()
+        assert ids[0] == 0 and ids.count(0) == begins, rendered
+    assert 0 not in tokenizer.encode_rendered("dog<|im_end|>", add_special=False)
 
 
 def sentencepiece() -> Backend:
@@ -544,6 +549,8 @@ def test_sentencepiece_is_cut_and_decoded_as_its_own_library_does(tmp_path: Path
         assert ours.decode(ours.encode(text)) == reference.decode(reference.encode(text).ids)
     rendered = ours.encode_chat([ChatMessage("user", "hello"), ChatMessage("assistant", "world")])
     assert [int(i) for i in rendered] == reference.encode("<s>[hello]</s>[world]</s>").ids
+    for text in ("<s>[hello]</s>[world]</s>", " hello", "hello</s>world", "</s> hello"):
+        assert ours.encode_rendered(text).tolist() == reference.encode(text).ids
     stream = ours.stream()
     assert [stream.push(3 + byte) for byte in "é".encode()] == ["", "é"]
 
@@ -561,6 +568,8 @@ def test_control_tokens_of_a_folder_take_white_space_behind_them_where_it_says_s
         rendered = ours.encode_chat([ChatMessage("user", text), ChatMessage("user", "hello")])
         expected = backend.encode(f"<|user|>\n{text}<|end|>\n<|user|>\nhello<|end|>\n").ids
         assert [int(i) for i in rendered] == expected
+    text = "<|user|>\nhello<|end|>\n<|user|> \nhello"
+    assert ours.encode_rendered(text).tolist() == backend.encode(text).ids
 
 
 def test_tokenizers_that_cannot_be_used_say_why(tmp_path: Path) -> None:

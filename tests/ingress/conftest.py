@@ -75,6 +75,10 @@ class ByteTokenizer:
         del beside["role"], beside["content"]
         return f"{message.content}{beside if beside else ''}"
 
+    def encode_rendered(self, text, add_special=True):
+        first, *others = (self.encode(part, add_special) for part in text.split("<end>"))
+        return np.concatenate([first, *(np.array([EOS, *part], np.uint32) for part in others)])
+
     def spelled_control(self, text):
         return "<end>" if "<end>" in text else ""
 

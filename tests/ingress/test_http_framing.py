@@ -172,6 +172,16 @@ async def test_a_completion_warns_of_a_prompt_that_a_chat_template_has_rendered(
         assert answer.status_code == 200 and "x-mooncake-warning" not in answer.headers
 
 
+async def test_an_operator_lets_completions_have_prompts_that_a_chat_template_has_rendered(open_front):
+    async with open_front(rendered_prompts=True) as front:
+        answer = await front.http.post("/v1/completions", json={"prompt": "Hi<end>"})
+        assert "x-mooncake-warning" not in answer.headers and answer.json()["usage"]["prompt_tokens"] == 3
+        counted = await front.http.post("/tokenize", json={"prompt": "<end>"})
+        assert counted.json()["tokens"] == [256]
+        chat = {"messages": [{"role": "user", "content": "<end>"}]}
+        assert 256 not in (await front.http.post("/tokenize", json=chat)).json()["tokens"]
+
+
 async def test_unknown_fields_inside_others_are_named_once_and_those_without_effect_not_at_all(front):
     user = {"role": "user", "name": "Ada", "content": [{"type": "text", "text": "Hi"}]}
     tool = {"type": "function", "function": {"name": "look", "strict": True, "parameters": {"anything": {}}}}
