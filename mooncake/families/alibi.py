@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.families.family import (
-    Family,
-    Published,
-    Shapes,
-    as_biased,
-    cap_of,
-    head_shapes,
-    linear_shapes,
-    norm_shapes,
-)
+from mooncake.families.family import Family, Published, Shapes, cap_of, norm_shapes
+from mooncake.families.gpt_names import gpt_layer, gpt_top
 from mooncake.model_config import ModelConfig, Settings
 
 MAX_HEADS = 1 << 12
@@ -58,25 +50,8 @@ def _integer(settings: Settings, name: str, other: str) -> int:
     return settings.integer(name if settings.get(name) is not None else other)
 
 
-def _bloom_layer(config: ModelConfig) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        **norm_shapes("input_layernorm", hidden),
-        **linear_shapes("self_attention.query_key_value", 3 * hidden, hidden),
-        **linear_shapes("self_attention.dense", hidden, hidden),
-        **norm_shapes("post_attention_layernorm", hidden),
-        **linear_shapes("mlp.dense_h_to_4h", inner, hidden),
-        **linear_shapes("mlp.dense_4h_to_h", hidden, inner),
-    }
-
-
 def _bloom_top(config: ModelConfig) -> Shapes:
-    return {
-        "transformer.word_embeddings.weight": (config.vocab_size, config.hidden_size),
-        **norm_shapes("transformer.word_embeddings_layernorm", config.hidden_size),
-        **norm_shapes("transformer.ln_f", config.hidden_size),
-        **head_shapes("lm_head", config),
-    }
+    return gpt_top(config) | norm_shapes("transformer.word_embeddings_layernorm", config.hidden_size)
 
 
 # MPT (MosaicML 2023)
@@ -132,27 +107,19 @@ def _refuse_other_mpts(settings: Settings, attention: Settings, mlp: Settings) -
 
 
 def _mpt_layer(config: ModelConfig) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    shapes = {
-        **norm_shapes("norm_1", hidden),
-        **linear_shapes("attn.Wqkv", hidden + 2 * config.num_kv_heads * config.head_dim, hidden),
-        **linear_shapes("attn.out_proj", hidden, hidden),
-        **norm_shapes("norm_2", hidden),
-        **linear_shapes("ffn.up_proj", inner, hidden),
-        **linear_shapes("ffn.down_proj", hidden, inner),
-    }
-    return as_biased(shapes, config)
+    return _as_biased(gpt_layer(config), config)
 
 
 def _mpt_top(config: ModelConfig) -> Shapes:
-    return {
-        "transformer.wte.weight": (config.vocab_size, config.hidden_size),
-        **as_biased(norm_shapes("transformer.norm_f", config.hidden_size), config),
-        **head_shapes("lm_head", config),
-    }
+    return _as_biased(gpt_top(config), config)
+
+
+def _as_biased(shapes: Shapes, config: ModelConfig) -> Shapes:
+    """Without biases, also of norms, if the model has none."""
+    return {name: shape for name, shape in shapes.items() if config.qkv_bias or not name.endswith(".bias")}
 
 
 ALIBI_FAMILIES: dict[str, Family] = {
-    "bloom": Family(_read_bloom, _bloom_layer, "transformer.h", _bloom_top, prefix="transformer."),
+    "bloom": Family(_read_bloom, gpt_layer, "transformer.h", _bloom_top, prefix="transformer."),
     "mpt": Family(_read_mpt, _mpt_layer, "transformer.blocks", _mpt_top, prefix="transformer."),
 }

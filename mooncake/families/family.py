@@ -112,11 +112,6 @@ def norm_shapes(name: str, width: int) -> Shapes:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
-def as_biased(shapes: Shapes, config: ModelConfig) -> Shapes:
-    """Without biases, if the model has none."""
-    return {name: shape for name, shape in shapes.items() if config.qkv_bias or not name.endswith(".bias")}
-
-
 def head_shapes(name: str, config: ModelConfig) -> Shapes:
     """Shapes of the output head; empty if it is tied to the embeddings."""
     return {} if config.tie_embeddings else {f"{name}.weight": (config.vocab_size, config.hidden_size)}

@@ -1,19 +1,11 @@
-"""The GPT line and its relatives: GPT-2, StarCoder, OPT, GPT-NeoX, StarCoder2 and Falcon. Torch-free."""
+"""The GPT line: GPT-2, StarCoder, GPT-J, OPT, GPT-NeoX, StarCoder2 and Falcon. Torch-free."""
 
 from __future__ import annotations
 
 from mooncake.errors import ModelError
 from mooncake.families.alibi import alibi_slopes
-from mooncake.families.family import (
-    Family,
-    Published,
-    Shapes,
-    activation,
-    as_biased,
-    head_shapes,
-    linear_shapes,
-    norm_shapes,
-)
+from mooncake.families.family import Family, Published, Shapes, activation
+from mooncake.families.gpt_names import gpt_layer, gpt_top
 from mooncake.families.rope_settings import read_rope
 from mooncake.model_config import ModelConfig, Settings
 
@@ -42,24 +34,11 @@ def _read_gpt2(settings: Settings, shapes: Published) -> dict[str, object]:
 
 def _gpt2_layer(config: ModelConfig) -> Shapes:
     """Its matrices are stored ``[in, out]``."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        **norm_shapes("ln_1", hidden),
-        **{"attn.c_attn.weight": (hidden, 3 * hidden), "attn.c_attn.bias": (3 * hidden,)},
-        **{"attn.c_proj.weight": (hidden, hidden), "attn.c_proj.bias": (hidden,)},
-        **norm_shapes("ln_2", hidden),
-        **{"mlp.c_fc.weight": (hidden, inner), "mlp.c_fc.bias": (inner,)},
-        **{"mlp.c_proj.weight": (inner, hidden), "mlp.c_proj.bias": (hidden,)},
-    }
+    return {name: shape[::-1] for name, shape in gpt_layer(config).items()}
 
 
 def _gpt2_top(config: ModelConfig) -> Shapes:
-    return {
-        "transformer.wte.weight": (config.vocab_size, config.hidden_size),
-        "transformer.wpe.weight": (config.max_model_len, config.hidden_size),
-        **norm_shapes("transformer.ln_f", config.hidden_size),
-        **head_shapes("lm_head", config),
-    }
+    return {"transformer.wpe.weight": (config.max_model_len, config.hidden_size), **gpt_top(config)}
 
 
 # StarCoder and SantaCoder (BigCode 2023)
@@ -72,16 +51,28 @@ def _read_gpt_bigcode(settings: Settings, shapes: Published) -> dict[str, object
     return {**_read_gpt2(settings, shapes), "num_kv_heads": 1}
 
 
-def _gpt_bigcode_layer(config: ModelConfig) -> Shapes:
-    """Other than GPT-2's, its matrices are stored ``[out, in]``."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+# GPT-J (Wang and Komatsuzaki 2021)
+
+
+def _read_gptj(settings: Settings, shapes: Published) -> dict[str, object]:
+    hidden, heads = settings.integer("n_embd"), settings.integer("n_head")
+    head_dim, rotary_dim = hidden // max(1, heads), settings.integer("rotary_dim", 64)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"{settings.source} rotates {rotary_dim} of a head's {head_dim} elements")
     return {
-        **norm_shapes("ln_1", hidden),
-        **linear_shapes("attn.c_attn", hidden + 2 * config.head_dim, hidden),
-        **linear_shapes("attn.c_proj", hidden, hidden),
-        **norm_shapes("ln_2", hidden),
-        **linear_shapes("mlp.c_fc", inner, hidden),
-        **linear_shapes("mlp.c_proj", hidden, inner),
+        "num_layers": settings.integer("n_layer"),
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer("n_inner", 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": head_dim,
+        "vocab_size": settings.integer("vocab_size"),
+        "max_model_len": settings.integer("n_positions"),
+        "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
+        "activation": activation(settings, "activation_function", "gelu_new"),
+        "tie_embeddings": False,
+        "rotary_dim": rotary_dim,
+        "parallel_residual": True,
     }
 
 
@@ -116,30 +107,9 @@ OPT_POSITION_OFFSET = 2
 """Rows of OPT's position table that no position uses: a leftover of its training code."""
 
 
-def _opt_layer(config: ModelConfig) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        **{
-            key: shape
-            for name in ("q", "k", "v")
-            for key, shape in linear_shapes(f"self_attn.{name}_proj", hidden, hidden).items()
-        },
-        **linear_shapes("self_attn.out_proj", hidden, hidden),
-        **norm_shapes("self_attn_layer_norm", hidden),
-        **linear_shapes("fc1", inner, hidden),
-        **linear_shapes("fc2", hidden, inner),
-        **norm_shapes("final_layer_norm", hidden),
-    }
-
-
 def _opt_top(config: ModelConfig) -> Shapes:
     positions = config.max_model_len + OPT_POSITION_OFFSET
-    return {
-        "model.decoder.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-        "model.decoder.embed_positions.weight": (positions, config.hidden_size),
-        **norm_shapes("model.decoder.final_layer_norm", config.hidden_size),
-        **head_shapes("lm_head", config),
-    }
+    return {"model.decoder.embed_positions.weight": (positions, config.hidden_size), **gpt_top(config)}
 
 
 # GPT-NeoX (Black et al. 2022; Pythia)
@@ -175,24 +145,6 @@ def _read_gpt_neox(settings: Settings, shapes: Published) -> dict[str, object]:
     }
 
 
-def _gpt_neox_layer(config: ModelConfig) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        **norm_shapes("input_layernorm", hidden),
-        **linear_shapes("attention.query_key_value", 3 * hidden, hidden),
-        **linear_shapes("attention.dense", hidden, hidden),
-        **norm_shapes("post_attention_layernorm", hidden),
-        **linear_shapes("mlp.dense_h_to_4h", inner, hidden),
-        **linear_shapes("mlp.dense_4h_to_h", hidden, inner),
-    }
-
-
-def _gpt_neox_top(config: ModelConfig) -> Shapes:
-    table = (config.vocab_size, config.hidden_size)
-    norm = norm_shapes("gpt_neox.final_layer_norm", config.hidden_size)
-    return {"gpt_neox.embed_in.weight": table, **norm, **head_shapes("embed_out", config)}
-
-
 # StarCoder2 (Lozhkov et al. 2024)
 
 
@@ -215,27 +167,6 @@ def _read_starcoder2(settings: Settings, shapes: Published) -> dict[str, object]
         "qkv_bias": True,
         "sliding_window": settings.integer("sliding_window", 0) or None,
     }
-
-
-def _starcoder2_layer(config: ModelConfig) -> Shapes:
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
-    query, kv = config.num_heads * dim, config.num_kv_heads * dim
-    return {
-        **norm_shapes("input_layernorm", hidden),
-        **linear_shapes("self_attn.q_proj", query, hidden),
-        **linear_shapes("self_attn.k_proj", kv, hidden),
-        **linear_shapes("self_attn.v_proj", kv, hidden),
-        **linear_shapes("self_attn.o_proj", hidden, query),
-        **norm_shapes("post_attention_layernorm", hidden),
-        **linear_shapes("mlp.c_fc", inner, hidden),
-        **linear_shapes("mlp.c_proj", hidden, inner),
-    }
-
-
-def _starcoder2_top(config: ModelConfig) -> Shapes:
-    table = (config.vocab_size, config.hidden_size)
-    norm = norm_shapes("model.norm", config.hidden_size)
-    return {"model.embed_tokens.weight": table, **norm, **head_shapes("lm_head", config)}
 
 
 # Falcon (Almazrouei et al. 2023)
@@ -270,37 +201,12 @@ def _read_falcon(settings: Settings, shapes: Published) -> dict[str, object]:
     }
 
 
-def _falcon_layer(config: ModelConfig) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    products = {
-        **linear_shapes("self_attention.query_key_value", qkv, hidden),
-        **linear_shapes("self_attention.dense", hidden, hidden),
-        **linear_shapes("mlp.dense_h_to_4h", inner, hidden),
-        **linear_shapes("mlp.dense_4h_to_h", hidden, inner),
-    }
-    norms = [norm_shapes(name, hidden) for name in falcon_norms(config)]
-    return as_biased(products, config) | {key: shape for norm in norms for key, shape in norm.items()}
-
-
-def falcon_norms(config: ModelConfig) -> tuple[str, ...]:
-    """The names of a layer's norms: of attention, and the MLP's own."""
-    if not config.parallel_residual:
-        return "input_layernorm", "post_attention_layernorm"
-    return ("ln_attn", "ln_mlp") if config.mlp_has_norm else ("input_layernorm",)
-
-
-def _falcon_top(config: ModelConfig) -> Shapes:
-    table = (config.vocab_size, config.hidden_size)
-    norm = norm_shapes("transformer.ln_f", config.hidden_size)
-    return {"transformer.word_embeddings.weight": table, **norm, **head_shapes("lm_head", config)}
-
-
 GPT_FAMILIES: dict[str, Family] = {
     "gpt2": Family(_read_gpt2, _gpt2_layer, "transformer.h", _gpt2_top, prefix="transformer."),
-    "gpt_bigcode": Family(_read_gpt_bigcode, _gpt_bigcode_layer, "transformer.h", _gpt2_top, prefix="transformer."),
-    "opt": Family(_read_opt, _opt_layer, "model.decoder.layers", _opt_top, prefix="model."),
-    "gpt_neox": Family(_read_gpt_neox, _gpt_neox_layer, "gpt_neox.layers", _gpt_neox_top, prefix="gpt_neox."),
-    "starcoder2": Family(_read_starcoder2, _starcoder2_layer, top_shapes=_starcoder2_top),
-    "falcon": Family(_read_falcon, _falcon_layer, "transformer.h", _falcon_top, prefix="transformer."),
+    "gpt_bigcode": Family(_read_gpt_bigcode, gpt_layer, "transformer.h", _gpt2_top, prefix="transformer."),
+    "gptj": Family(_read_gptj, gpt_layer, "transformer.h", gpt_top, prefix="transformer."),
+    "opt": Family(_read_opt, gpt_layer, "model.decoder.layers", _opt_top, prefix="model."),
+    "gpt_neox": Family(_read_gpt_neox, gpt_layer, "gpt_neox.layers", gpt_top, prefix="gpt_neox."),
+    "starcoder2": Family(_read_starcoder2, gpt_layer, top_shapes=gpt_top),
+    "falcon": Family(_read_falcon, gpt_layer, "transformer.h", gpt_top, prefix="transformer."),
 }

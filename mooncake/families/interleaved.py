@@ -1,9 +1,9 @@
-"""Families that rotate neighbouring elements of a head with each other: GLM-4, Command R and GPT-J. Torch-free."""
+"""Families that rotate neighbouring elements of a head with each other: GLM-4 and Command R. Torch-free."""
 
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Published, Shapes, activation, gated_shapes, linear_shapes, norm_shapes
+from mooncake.families.family import Family, Published, Shapes, gated_shapes
 from mooncake.families.gated import attention_shapes, read_silu, windows_in_turn
 from mooncake.model_config import ModelConfig, Settings
 
@@ -69,51 +69,9 @@ def _cohere_layer(config: ModelConfig) -> Shapes:
     return {**layer, "input_layernorm.weight": (hidden,)}
 
 
-# GPT-J (Wang and Komatsuzaki 2021)
-
-
-def _read_gptj(settings: Settings, shapes: Published) -> dict[str, object]:
-    hidden, heads = settings.integer("n_embd"), settings.integer("n_head")
-    head_dim, rotary_dim = hidden // max(1, heads), settings.integer("rotary_dim", 64)
-    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise ModelError(f"{settings.source} rotates {rotary_dim} of a head's {head_dim} elements")
-    return {
-        "num_layers": settings.integer("n_layer"),
-        "hidden_size": hidden,
-        "intermediate_size": settings.integer("n_inner", 4 * hidden),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": head_dim,
-        "vocab_size": settings.integer("vocab_size"),
-        "max_model_len": settings.integer("n_positions"),
-        "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
-        "activation": activation(settings, "activation_function", "gelu_new"),
-        "tie_embeddings": False,
-        "rotary_dim": rotary_dim,
-        "parallel_residual": True,
-    }
-
-
-def _gptj_layer(config: ModelConfig) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        **norm_shapes("ln_1", hidden),
-        **{f"attn.{name}_proj.weight": (hidden, hidden) for name in ("q", "k", "v", "out")},
-        **linear_shapes("mlp.fc_in", inner, hidden),
-        **linear_shapes("mlp.fc_out", hidden, inner),
-    }
-
-
-def _gptj_top(config: ModelConfig) -> Shapes:
-    table = (config.vocab_size, config.hidden_size)
-    norm = norm_shapes("transformer.ln_f", config.hidden_size)
-    return {"transformer.wte.weight": table, **norm, **linear_shapes("lm_head", *table)}
-
-
 INTERLEAVED_FAMILIES: dict[str, Family] = {
     "glm": Family(_read_glm, _glm_layer),
     "glm4": Family(_read_glm, _glm_layer),
     "cohere": Family(read_cohere, _cohere_layer),
     "cohere2": Family(_read_cohere2, _cohere_layer),
-    "gptj": Family(_read_gptj, _gptj_layer, "transformer.h", _gptj_top, prefix="transformer."),
 }

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.families.family import (
-    Family,
-    Published,
-    Shapes,
-    activation,
-    gated_shapes,
-    head_shapes,
-    linear_shapes,
-    norm_shapes,
-)
-from mooncake.families.gated import attention_shapes, read_unbiased, refuse_activations
-from mooncake.model_config import ModelConfig, Settings
+from mooncake.families.family import Family, Published, activation
+from mooncake.families.gated import read_unbiased, refuse_activations
+from mooncake.families.gpt_names import gpt_layer, gpt_top
+from mooncake.model_config import Settings
 
 
 def _read(settings: Settings, eps_key: str, default_activation: str, default_share: float) -> dict[str, object]:
@@ -29,41 +21,11 @@ def _read(settings: Settings, eps_key: str, default_activation: str, default_sha
     }
 
 
-def _top(config: ModelConfig) -> Shapes:
-    table = (config.vocab_size, config.hidden_size)
-    return {
-        "model.embed_tokens.weight": table,
-        **norm_shapes("model.norm", config.hidden_size),
-        **head_shapes("lm_head", config),
-    }
-
-
 # Phi-1, Phi-1.5 (Li et al. 2023) and Phi-2 (Microsoft 2023)
 
 
 def _read_phi(settings: Settings, shapes: Published) -> dict[str, object]:
     return {**_read(settings, "layer_norm_eps", "gelu_new", 0.5), "qkv_bias": True, "parallel_residual": True}
-
-
-def _phi_layer(config: ModelConfig) -> Shapes:
-    hidden, inner, attention = config.hidden_size, config.intermediate_size, attention_shapes(config)
-    del attention["self_attn.o_proj.weight"]
-    return {
-        **attention,
-        **linear_shapes("self_attn.dense", hidden, config.num_heads * config.head_dim),
-        **norm_shapes("input_layernorm", hidden),
-        **linear_shapes("mlp.fc1", inner, hidden),
-        **linear_shapes("mlp.fc2", hidden, inner),
-    }
-
-
-def _phi_top(config: ModelConfig) -> Shapes:
-    table = (config.vocab_size, config.hidden_size)
-    return {
-        "model.embed_tokens.weight": table,
-        **norm_shapes("model.final_layernorm", config.hidden_size),
-        **({} if config.tie_embeddings else linear_shapes("lm_head", *table)),
-    }
 
 
 # StableLM (Stability AI 2023, 2024)
@@ -78,16 +40,6 @@ def _read_stablelm(settings: Settings, shapes: Published) -> dict[str, object]:
     }
 
 
-def _stablelm_layer(config: ModelConfig) -> Shapes:
-    hidden = config.hidden_size
-    return {
-        **attention_shapes(config),
-        **norm_shapes("input_layernorm", hidden),
-        **({} if config.parallel_residual else norm_shapes("post_attention_layernorm", hidden)),
-        **gated_shapes("mlp", hidden, config.intermediate_size),
-    }
-
-
 # Jais 2 (Inception and MBZUAI 2025)
 
 
@@ -99,18 +51,6 @@ def _read_jais2(settings: Settings, shapes: Published) -> dict[str, object]:
     return {**_read(known, "layer_norm_eps", "relu2", 1.0), "qkv_bias": True}
 
 
-def _jais2_layer(config: ModelConfig) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        **attention_shapes(config),
-        "self_attn.o_proj.bias": (hidden,),
-        **norm_shapes("input_layernorm", hidden),
-        **norm_shapes("post_attention_layernorm", hidden),
-        **linear_shapes("mlp.up_proj", inner, hidden),
-        **linear_shapes("mlp.down_proj", hidden, inner),
-    }
-
-
 # Nemotron (NVIDIA 2024; Minitron)
 
 
@@ -118,20 +58,9 @@ def _read_nemotron(settings: Settings, shapes: Published) -> dict[str, object]:
     return _read(settings, "norm_eps", "relu2", 0.5)
 
 
-def _nemotron_layer(config: ModelConfig) -> Shapes:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    return {
-        **attention_shapes(config),
-        **norm_shapes("input_layernorm", hidden),
-        **norm_shapes("post_attention_layernorm", hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-    }
-
-
 LAYER_NORM_FAMILIES: dict[str, Family] = {
-    "phi": Family(_read_phi, _phi_layer, top_shapes=_phi_top),
-    "stablelm": Family(_read_stablelm, _stablelm_layer, top_shapes=_top),
-    "jais2": Family(_read_jais2, _jais2_layer, top_shapes=_top),
-    "nemotron": Family(_read_nemotron, _nemotron_layer, top_shapes=_top),
+    "phi": Family(_read_phi, gpt_layer, top_shapes=gpt_top),
+    "stablelm": Family(_read_stablelm, gpt_layer, top_shapes=gpt_top),
+    "jais2": Family(_read_jais2, gpt_layer, top_shapes=gpt_top),
+    "nemotron": Family(_read_nemotron, gpt_layer, top_shapes=gpt_top),
 }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mooncake.families.gpt_names import GPT_NAMES, GptNames
 from mooncake.gguf.forms import Source
 
 # Names in a layer, without ".weight" and ".bias"; "*" is the number of an expert.
@@ -102,6 +103,20 @@ _QWEN_NEXT = {
     "linear_attn.in_proj_a": "ssm_alpha",
 }
 
+
+def _gpt(names: GptNames) -> dict[str, str]:
+    """Of layers of the GPT line. A norm that attention and the MLP share is attention's."""
+    attention_norm, mlp_norm = names.norms
+    qkv = ("attn_qkv",) if len(names.qkv) == 1 else ("attn_q", "attn_k", "attn_v")
+    return {
+        mlp_norm: "ffn_norm",
+        attention_norm: "attn_norm",
+        **dict(zip(names.qkv, qkv, strict=True)),
+        names.output: "attn_output",
+        **dict(zip(names.mlp, ("ffn_up", "ffn_down"), strict=True)),
+    }
+
+
 LAYERS: dict[str, Mapping[str, str]] = {
     "phi3": {**LLAMA, "self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
     "gemma2": _GEMMA,
@@ -152,31 +167,8 @@ LAYERS: dict[str, Mapping[str, str]] = {
         "mlp.shared_mlp.up_proj": "ffn_up_shexp",
         "mlp.shared_mlp.down_proj": "ffn_down_shexp",
     },
-    "phi": {**_ATTENTION, "self_attn.dense": "attn_output", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"},
-    "bloom": {
-        "input_layernorm": "attn_norm",
-        "self_attention.query_key_value": "attn_qkv",
-        "self_attention.dense": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.dense_h_to_4h": "ffn_up",
-        "mlp.dense_4h_to_h": "ffn_down",
-    },
-    "mpt": {
-        "norm_1": "attn_norm",
-        "attn.Wqkv": "attn_qkv",
-        "attn.out_proj": "attn_output",
-        "norm_2": "ffn_norm",
-        "ffn.up_proj": "ffn_up",
-        "ffn.down_proj": "ffn_down",
-    },
-    "gpt_neox": {
-        "input_layernorm": "attn_norm",
-        "attention.query_key_value": "attn_qkv",
-        "attention.dense": "attn_output",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.dense_h_to_4h": "ffn_up",
-        "mlp.dense_4h_to_h": "ffn_down",
-    },
+    **{family: _gpt(GPT_NAMES[family]) for family in ("gpt2", "bloom", "mpt", "gpt_neox", "phi", "starcoder2")},
+    "falcon": {**_gpt(GPT_NAMES["falcon"]), "ln_attn": "attn_norm_2", "ln_mlp": "attn_norm"},
     "lfm2": _LFM2,
     "lfm2_moe": {
         **_LFM2,
@@ -210,24 +202,6 @@ LAYERS: dict[str, Mapping[str, str]] = {
         "mixer.shared_experts.down_proj": "ffn_down_shexp",
         "mixer.fc1_latent_proj": "ffn_latent_down",
         "mixer.fc2_latent_proj": "ffn_latent_up",
-    },
-    "starcoder2": {**_ATTENTION, "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down"},
-    "falcon": {
-        "input_layernorm": "attn_norm",
-        "ln_attn": "attn_norm_2",
-        "ln_mlp": "attn_norm",
-        "self_attention.query_key_value": "attn_qkv",
-        "self_attention.dense": "attn_output",
-        "mlp.dense_h_to_4h": "ffn_up",
-        "mlp.dense_4h_to_h": "ffn_down",
-    },
-    "gpt2": {
-        "ln_1": "attn_norm",
-        "attn.c_attn": "attn_qkv",
-        "attn.c_proj": "attn_output",
-        "ln_2": "ffn_norm",
-        "mlp.c_fc": "ffn_up",
-        "mlp.c_proj": "ffn_down",
     },
 }
 TOP = {
