@@ -12,7 +12,7 @@ import torch
 from mooncake.families.gemma4 import keys_are_values
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.decoder import Decoder, activation, capped
+from mooncake.model.families.gemma import GemmaDecoder
 from mooncake.model.layers import WeightsOnDemand
 from mooncake.model_config import GemmaParts
 
@@ -36,29 +36,20 @@ class LayerInput:
     norm: torch.Tensor
 
 
-class LateGemma(Decoder):
+class LateGemma(GemmaDecoder):
     def _build(self) -> None:
+        super()._build()
         config = self.config
         assert config.gemma is not None
         self._parts: GemmaParts = config.gemma
-        self._activation = activation(config.activation)
-        self._embedding = self._head = self.linear("model.embed_tokens")
-        if not config.tie_embeddings:
-            self._head = self.linear("lm_head")
-        self._embedding_scale = self._rounded(config.hidden_size)
-        self._final_norm = self.vector("model.norm.weight")
         self._inputs = self._take_inputs() if self._parts.input_size else None
         sizes = {config.heads_of(layer)[1] for layer in config.kv_owners}
         self._plain = {size: torch.ones_like(self._final_norm[:1]).repeat(size) for size in sizes}
 
-    def _rounded(self, size: int) -> torch.Tensor:
-        """The root, in the weights' type, as published."""
-        return torch.tensor(size**0.5, dtype=self.weight("model.norm.weight").dtype)
-
     def _take_inputs(self) -> _Inputs:
         return _Inputs(
             self._stored("model.embed_tokens_per_layer.weight").to(self.kernels.device),
-            self._rounded(self._parts.input_size),
+            self._root(self._parts.input_size),
             self.linear("model.per_layer_model_projection"),
             self.vector("model.per_layer_projection_norm.weight"),
         )
@@ -80,10 +71,6 @@ class LateGemma(Decoder):
             self.linear(prefix + "per_layer_projection"),
             self.vector(prefix + "post_per_layer_input_norm.weight"),
         )
-
-    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
-        rows = self._embedding.rows(batch.tokens)
-        return rows * self._embedding_scale.to(rows.dtype)
 
     def _layer_inputs(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor | None:
         """``[T, layers, size]``."""
@@ -112,9 +99,3 @@ class LateGemma(Decoder):
             return torch.cat([qkv, values], dim=-1)
         last.copy_(values)
         return qkv
-
-    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return capped(self._head(self._norm(hidden, self._final_norm)), self.config.logit_cap)
