@@ -236,6 +236,10 @@ class Decoder(ABC):
         bias = torch.cat([self.weight(f"{name}.bias") for name in names]) if biased else None
         return self.product(*(self.matrix(f"{name}.weight") for name in names), bias=bias)
 
+    def qkv(self, attention: str, biased: bool = False) -> Linear:
+        """The projections to queries, keys and values below ``attention``, as published."""
+        return self.linear(*(f"{attention}{name}_proj" for name in "qkv"), biased=biased)
+
     def uncoded(self, name: str, biased: bool = False) -> Linear:
         """A product that stays as it is, whatever ``coding`` says: with a router, or what is small."""
         return self.kernels.linear(self.weight(f"{name}.weight"), self.weight(f"{name}.bias") if biased else None)
@@ -249,8 +253,11 @@ class Decoder(ABC):
         return products[0] if len(products) == 1 else SideBySide(products)
 
     def take_experts(self, prefix: str) -> Experts:
-        """Those of a layer that are here, which are published one by one."""
+        """Those of a layer that are here, which are published one by one, or as two tensors."""
         names = expert_names(self.config)
+        together = f"{prefix}{names.experts}."
+        if f"{together}gate_up_proj" in self._weights:
+            return self.experts_of_tensors(together + "gate_up_proj", together + "down_proj")
         here = [f"{prefix}{names.experts}.{expert}." for expert in self.experts_here]
         gate_up = MatricesOnDemand(
             self._weights, [(f"{expert}{names.gate}.weight", f"{expert}{names.up}.weight") for expert in here]

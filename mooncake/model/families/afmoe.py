@@ -9,7 +9,8 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
-from mooncake.model.families.routed import Mixture, Mlp, RoutedDecoder
+from mooncake.model.families.gated import Mlp
+from mooncake.model.families.routed import Mixture, RoutedDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Afmoe(RoutedDecoder[_Layer]):
         attention = prefix + "self_attn."
         return _Layer(
             attention_norm=self.vector(prefix + "input_layernorm.weight"),
-            qkv=self.linear(*(f"{attention}{name}_proj" for name in "qkv")),
+            qkv=self.qkv(attention),
             query_norm=self.vector(attention + "q_norm.weight"),
             key_norm=self.vector(attention + "k_norm.weight"),
             gate=self.linear(attention + "gate_proj"),

@@ -8,8 +8,9 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
+from mooncake.model.families.gated import Mlp
 from mooncake.model.families.interleaved import interleaved_qkv
-from mooncake.model.families.routed import Mixture, Mlp, RoutedDecoder
+from mooncake.model.families.routed import Mixture, RoutedDecoder
 
 
 @dataclass(frozen=True, slots=True)

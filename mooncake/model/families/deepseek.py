@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.kernels import Experts, Linear
+from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
-from mooncake.model.families.routed import Mixture, Mlp, RoutedDecoder
+from mooncake.model.families.gated import Mlp
+from mooncake.model.families.routed import Mixture, RoutedDecoder
 from mooncake.model.rope import rotary_order
 from mooncake.model_config import LatentAttention
 
@@ -98,14 +99,6 @@ class DeepSeek(RoutedDecoder[_Layer]):
         mixed = _latent_of(mixed, latent.rope_dim)
         values = [up(part) for up, part in zip(layer.value_up, mixed.unbind(1), strict=True)]
         return self.reduce(layer.output(torch.cat(values, 1)))
-
-
-class Mistral4(DeepSeek):
-    """Mistral 4 (Mistral 2026): queries that grow with their position, and all experts in one tensor."""
-
-    def take_experts(self, prefix: str) -> Experts:
-        experts = prefix + "mlp.experts."
-        return self.experts_of_tensors(experts + "gate_up_proj", experts + "down_proj")
 
 
 def _rows(rotating: torch.Tensor, still: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
+from mooncake.model.families.gated import Mlp
 from mooncake.model.families.mamba import Attention, MambaDecoder, StateSpace
 
 
@@ -18,8 +18,7 @@ class _Layer:
     state_space: StateSpace
     attention: Attention
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
 
 
 class FalconH1(MambaDecoder[_Layer]):
@@ -39,14 +38,12 @@ class FalconH1(MambaDecoder[_Layer]):
         return {place: self._take(f"model.layers.{place // 2}.") for place in self.places[::2]}
 
     def _take(self, prefix: str) -> _Layer:
-        mlp = prefix + "feed_forward."
         return _Layer(
             self._take_norm(prefix + "input_layernorm"),
             self._take_state_space(prefix + "mamba."),
             self._take_attention(prefix + "self_attn."),
             self._take_norm(prefix + "pre_ff_layernorm"),
-            self.linear(mlp + "gate_proj", mlp + "up_proj"),
-            self.linear(mlp + "down_proj"),
+            self._take_gated(prefix + "feed_forward."),
         )
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
@@ -58,6 +55,6 @@ class FalconH1(MambaDecoder[_Layer]):
         remembered = self._recur(index, layer.state_space, projected, step)
         attended = self._mix(index + 1, layer.attention, normed, step)
         hidden = hidden + factors.state_space * remembered + factors.attention * attended
-        gate_up = layer.gate_up(self._norm(hidden, layer.mlp_norm))
+        gate_up = layer.mlp.gate_up(self._norm(hidden, layer.mlp_norm))
         gate_up[:, : self.config.intermediate_size] *= factors.gate
-        return hidden + factors.mlp * layer.down(self.kernels.silu_mul(gate_up))
+        return hidden + factors.mlp * layer.mlp.down(self.kernels.silu_mul(gate_up))

@@ -10,13 +10,21 @@ from typing import ClassVar, Generic, TypeVar
 
 import torch
 
-from mooncake.kernels import Linear
+from mooncake.kernels import Experts, Linear
 from mooncake.model.batch import ForwardBatch
 from mooncake.model.decoder import Decoder, Step
 from mooncake.model.layers import embedding_and_head, of_rows
 from mooncake.model.rope import heads_in_order
 
 Layer = TypeVar("Layer")
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """With a gate."""
+
+    gate_up: Linear
+    down: Linear
 
 
 class GatedDecoder(Decoder, Generic[Layer]):
@@ -47,6 +55,20 @@ class GatedDecoder(Decoder, Generic[Layer]):
             return None, None
         query, key = (self.vector(f"{attention}{name}.weight") for name in self._head_norm_names)
         return query, key
+
+    def _take_gated(self, prefix: str) -> Mlp:
+        return Mlp(self.linear(prefix + "gate_proj", prefix + "up_proj"), self.linear(prefix + "down_proj"))
+
+    def _dense(self, mlp: Mlp, normed: torch.Tensor) -> torch.Tensor:
+        return mlp.down(self.kernels.silu_mul(mlp.gate_up(normed)))
+
+    def _mixture_of_best(self, router: Linear, experts: Experts, normed: torch.Tensor) -> torch.Tensor:
+        """Of each token's experts with the largest shares, which are a softmax over all."""
+        shares = router(normed).float().softmax(-1)
+        weights, chosen = shares.topk(self.config.experts_per_token, dim=-1)  # [T, k] each
+        if self.config.norm_expert_weights:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return experts(normed, chosen, weights)
 
     @abstractmethod
     def _take(self, prefix: str) -> Layer:
@@ -131,7 +153,7 @@ class Dense(GatedDecoder[_Layer]):
         )
 
     def _take_qkv(self, attention: str) -> Linear:
-        return self.linear(*(f"{attention}{name}_proj" for name in "qkv"))
+        return self.qkv(attention)
 
     def _take_gate_up(self, prefix: str) -> Linear:
         return self.linear(prefix + "mlp.gate_proj", prefix + "mlp.up_proj")

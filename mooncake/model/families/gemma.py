@@ -74,7 +74,7 @@ class Gemma(GemmaDecoder):
         mlp_norm = "post_attention_layernorm" if config.architecture == "gemma" else "pre_feedforward_layernorm"
         return _Layer(
             self._take_norm(prefix + "input_layernorm"),
-            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v"))),
+            self.qkv(attention),
             self._take_norm(attention + "q_norm") if config.qk_norm else None,
             self._take_norm(attention + "k_norm") if config.qk_norm else None,
             self.linear(attention + "o_proj"),

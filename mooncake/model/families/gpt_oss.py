@@ -30,7 +30,7 @@ class GptOss(GatedDecoder[_Layer]):
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
         return _Layer(
             self.vector(prefix + "input_layernorm.weight"),
-            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=True),
+            self.qkv(attention, biased=True),
             self.vector(attention + "sinks"),
             self.linear(attention + "o_proj", biased=True),
             self.vector(prefix + "post_attention_layernorm.weight"),

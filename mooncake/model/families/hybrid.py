@@ -18,8 +18,7 @@ from mooncake.kernels.recurrent import RecurrentKernels
 from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.decoder import Step
-from mooncake.model.families.gated import GatedDecoder, Layer
-from mooncake.model.families.routed import Mlp, RoutedDecoder
+from mooncake.model.families.gated import GatedDecoder, Layer, Mlp
 from mooncake.model.layers import of_rows, vector
 from mooncake.model.rope import heads_in_order, rotary_order
 from mooncake.model.states import States
@@ -98,7 +97,7 @@ class HybridDecoder(GatedDecoder[Layer]):
                 del self._states
 
 
-class Qwen3Next(HybridDecoder[_Layer], RoutedDecoder[_Layer]):
+class Qwen3Next(HybridDecoder[_Layer]):
     """The layers of Qwen3-Next have one projection for queries, keys, values and gates, ordered by key heads, those of
     Qwen3.5 one for each."""
 
@@ -158,14 +157,9 @@ class Qwen3Next(HybridDecoder[_Layer], RoutedDecoder[_Layer]):
         return found
 
     def _take_mixture(self, prefix: str) -> _Mixture:
-        if self.config.stacked_experts:
-            at = prefix + "mlp.experts."
-            experts = self.experts_of_tensors(at + "gate_up_proj", at + "down_proj")
-        else:
-            experts = self.take_experts(prefix)
         return _Mixture(
             self.uncoded(prefix + expert_names(self.config).router),
-            experts,
+            self.take_experts(prefix),
             self.uncoded(prefix + "mlp.shared_expert_gate"),
             self._take_gated(prefix + "mlp.shared_expert."),
         )
@@ -203,8 +197,5 @@ class Qwen3Next(HybridDecoder[_Layer], RoutedDecoder[_Layer]):
         return layer.output(gated.to(normed.dtype))
 
     def _mix(self, mlp: _Mixture, normed: torch.Tensor) -> torch.Tensor:
-        weights, chosen = mlp.router(normed).float().softmax(-1).topk(self.config.experts_per_token, dim=-1)
-        if self.config.norm_expert_weights:
-            weights = weights / weights.sum(-1, keepdim=True)
-        mixed = mlp.experts(normed, chosen, weights)
+        mixed = self._mixture_of_best(mlp.router, mlp.experts, normed)
         return mixed + mlp.share(normed).sigmoid() * self._dense(mlp.shared, normed)

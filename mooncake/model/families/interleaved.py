@@ -11,7 +11,7 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Decoder, Step
-from mooncake.model.families.gated import GatedDecoder, reordered_qkv
+from mooncake.model.families.gated import GatedDecoder, Mlp, reordered_qkv
 from mooncake.model.layers import vector
 from mooncake.model.rope import rotary_order
 from mooncake.model_config import ModelConfig
@@ -33,8 +33,7 @@ class _GlmLayer:
     output: Linear
     behind_attention_norm: torch.Tensor | None  # glm4
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     behind_mlp_norm: torch.Tensor | None
 
 
@@ -43,15 +42,14 @@ class Glm(GatedDecoder[_GlmLayer]):
     normalised."""
 
     def _take(self, prefix: str) -> _GlmLayer:
-        attention, mlp, is_late = prefix + "self_attn.", prefix + "mlp.", self.config.architecture == "glm4"
+        attention, is_late = prefix + "self_attn.", self.config.architecture == "glm4"
         return _GlmLayer(
             self.vector(prefix + "input_layernorm.weight"),
             interleaved_qkv(self, attention, self.config.qkv_bias),
             self.linear(attention + "o_proj"),
             self.vector(prefix + "post_self_attn_layernorm.weight") if is_late else None,
             self.vector(prefix + "post_attention_layernorm.weight"),
-            self.linear(mlp + "gate_up_proj"),
-            self.linear(mlp + "down_proj"),
+            Mlp(self.linear(prefix + "mlp.gate_up_proj"), self.linear(prefix + "mlp.down_proj")),
             self.vector(prefix + "post_mlp_layernorm.weight") if is_late else None,
         )
 
@@ -59,7 +57,7 @@ class Glm(GatedDecoder[_GlmLayer]):
         layer = self._layers[index]
         attended = layer.output(step.attend(index, layer.qkv(self._norm(hidden, layer.attention_norm))))
         hidden = hidden + self._behind(attended, layer.behind_attention_norm)
-        mixed = layer.down(self.kernels.silu_mul(layer.gate_up(self._norm(hidden, layer.mlp_norm))))
+        mixed = self._dense(layer.mlp, self._norm(hidden, layer.mlp_norm))
         return hidden + self._behind(mixed, layer.behind_mlp_norm)
 
     def _behind(self, update: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
@@ -72,22 +70,20 @@ class _CohereLayer:
     qkv: Linear
     qk_norm: torch.Tensor | None  # [Hq + Hkv, D], Command R+
     output: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
 
 
 class Cohere(GatedDecoder[_CohereLayer]):
     """Command R (Cohere 2024): attention and MLP share one norm. In "cohere2" only layers with a window rotate."""
 
     def _take(self, prefix: str) -> _CohereLayer:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        attention = prefix + "self_attn."
         return _CohereLayer(
             self.vector(prefix + "input_layernorm.weight"),
             interleaved_qkv(self, attention),
             self._head_norms(attention) if self.config.qk_norm else None,
             self.linear(attention + "o_proj"),
-            self.linear(mlp + "gate_proj", mlp + "up_proj"),
-            self.linear(mlp + "down_proj"),
+            self._take_gated(prefix + "mlp."),
         )
 
     def _head_norms(self, attention: str) -> torch.Tensor:
@@ -111,4 +107,4 @@ class Cohere(GatedDecoder[_CohereLayer]):
         if layer.qk_norm is not None:
             qkv = self._normed_heads(qkv, layer.qk_norm)
         attended = step.attend(index, qkv)
-        return hidden + layer.output(attended) + layer.down(self.kernels.silu_mul(layer.gate_up(normed)))
+        return hidden + layer.output(attended) + self._dense(layer.mlp, normed)

@@ -8,8 +8,9 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.decoder import Step
+from mooncake.model.families.gated import Mlp
 from mooncake.model.families.hybrid import HybridDecoder
-from mooncake.model.families.routed import Mixture, Mlp, RoutedDecoder
+from mooncake.model.families.routed import Mixture, RoutedDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Lfm2(HybridDecoder[_Layer], RoutedDecoder[_Layer]):
             )
         attention = prefix + "self_attn."
         return _Attention(
-            self.linear(*(f"{attention}{name}_proj" for name in "qkv")),
+            self.qkv(attention),
             self.vector(attention + "q_layernorm.weight"),
             self.vector(attention + "k_layernorm.weight"),
             self.linear(attention + "out_proj"),

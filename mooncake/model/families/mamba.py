@@ -15,7 +15,7 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.families.gated import reordered_qkv
+from mooncake.model.families.gated import Mlp, reordered_qkv
 from mooncake.model.families.hybrid import HybridDecoder
 from mooncake.model.rope import rotary_order
 
@@ -110,8 +110,7 @@ class _Layer:
     norm: torch.Tensor
     mixer: Attention | StateSpace
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     router: Linear | None  # of a mixture of experts beside the MLP
     experts: Experts | None
 
@@ -128,13 +127,13 @@ class GraniteMamba(MambaDecoder[_Layer]):
             self._take_norm(prefix + "input_layernorm"),
             self._take_state_space(prefix + "mamba.") if is_recurrent else self._take_attention(prefix + "self_attn."),
             self._take_norm(prefix + self._mlp_norm_name),
-            *self._take_mlp(prefix),
+            self._take_mlp(prefix),
             router,
             experts,
         )
 
-    def _take_mlp(self, prefix: str) -> tuple[Linear, Linear]:
-        return self.linear(prefix + "shared_mlp.input_linear"), self.linear(prefix + "shared_mlp.output_linear")
+    def _take_mlp(self, prefix: str) -> Mlp:
+        return Mlp(self.linear(prefix + "shared_mlp.input_linear"), self.linear(prefix + "shared_mlp.output_linear"))
 
     def _take_mixture(self, prefix: str) -> tuple[Linear, Experts]:
         mixture = prefix + "block_sparse_moe."
@@ -145,7 +144,7 @@ class GraniteMamba(MambaDecoder[_Layer]):
         layer = self._layers[index]
         hidden = self._add(hidden, self._mix(index, layer.mixer, self._norm(hidden, layer.norm), step))
         normed = self._norm(hidden, layer.mlp_norm)
-        update = layer.down(self.kernels.silu_mul(layer.gate_up(normed)))
+        update = self._dense(layer.mlp, normed)
         if layer.router is not None and layer.experts is not None:
             scores, chosen = layer.router(normed).float().topk(self.config.experts_per_token, dim=-1)
             update = update + layer.experts(normed, chosen, scores.softmax(-1))
@@ -158,6 +157,5 @@ class Bamba(GraniteMamba):
     def _take_norm(self, name: str) -> torch.Tensor:
         return super()._take_norm("model.final_layernorm" if name == "model.norm" else name)
 
-    def _take_mlp(self, prefix: str) -> tuple[Linear, Linear]:
-        mlp = prefix + "feed_forward."
-        return self.linear(mlp + "gate_proj", mlp + "up_proj"), self.linear(mlp + "down_proj")
+    def _take_mlp(self, prefix: str) -> Mlp:
+        return self._take_gated(prefix + "feed_forward.")

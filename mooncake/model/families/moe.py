@@ -12,7 +12,7 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.families.gated import GatedDecoder
+from mooncake.model.families.gated import GatedDecoder, Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,7 @@ class _Shared:
     """The expert that every token uses."""
 
     share: Linear | None  # [1, hidden]: its weight is computed from the token (Qwen2-MoE)
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         attention_norm, mlp_norm = self._norm_names
         return _Layer(
             self._take_norm(prefix + attention_norm),
-            self.linear(*(f"{attention}{name}_proj" for name in ("q", "k", "v")), biased=self.config.qkv_bias),
+            self.qkv(attention, biased=self.config.qkv_bias),
             *self._take_head_norms(attention),
             self.linear(attention + "o_proj"),
             self._take_norm(prefix + mlp_norm),
@@ -54,30 +53,22 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
 
     def _shared(self, prefix: str) -> _Shared:
         name = prefix + "mlp.shared_expert"
-        gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
-        return _Shared(self.uncoded(f"{name}_gate"), gate_up, self.linear(f"{name}.down_proj"))
+        return _Shared(self.uncoded(f"{name}_gate"), self._take_gated(f"{name}."))
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
         attended = self._attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)), step)
         hidden = self._add(hidden, self.reduce(layer.output(attended)))
         normed = self._norm(hidden, layer.mlp_norm)
-        mixed = self._mixture(layer, normed)
+        mixed = self._mixture_of_best(layer.router, layer.experts, normed)
         if layer.shared is not None:
-            shared = layer.shared.down(self.kernels.silu_mul(layer.shared.gate_up(normed)))
+            shared = self._dense(layer.shared.mlp, normed)
             mixed = mixed + (shared if layer.shared.share is None else layer.shared.share(normed).sigmoid() * shared)
         return self._add(hidden, self.reduce(mixed))
 
     def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
         return step.attend(index, qkv, layer.query_norm, layer.key_norm)
-
-    def _mixture(self, layer: _Layer, normed: torch.Tensor) -> torch.Tensor:
-        shares = layer.router(normed).float().softmax(-1)
-        chosen, experts = shares.topk(self.config.experts_per_token, dim=-1)  # [T, k] each
-        if self.config.norm_expert_weights:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
-        return layer.experts(normed, experts, chosen)
 
 
 class Olmoe(MixtureOfExperts):
@@ -98,7 +89,8 @@ class FlexOlmo(Olmoe):
         layer = self._layers[index]
         attended = self.reduce(layer.output(self._attend(index, layer.qkv(hidden), step)))
         hidden = hidden + self._norm(attended, layer.attention_norm)
-        return hidden + self._norm(self.reduce(self._mixture(layer, hidden)), layer.mlp_norm)
+        mixed = self.reduce(self._mixture_of_best(layer.router, layer.experts, hidden))
+        return hidden + self._norm(mixed, layer.mlp_norm)
 
 
 class GraniteMoe(MixtureOfExperts):
@@ -115,9 +107,7 @@ class HunyuanMoe(MixtureOfExperts):
     _head_norm_names = "query_layernorm", "key_layernorm"
 
     def _shared(self, prefix: str) -> _Shared:
-        name = prefix + expert_names(self.config).shared
-        gate_up = self.linear(f"{name}.gate_proj", f"{name}.up_proj")
-        return _Shared(None, gate_up, self.linear(f"{name}.down_proj"))
+        return _Shared(None, self._take_gated(f"{prefix}{expert_names(self.config).shared}."))
 
     def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]

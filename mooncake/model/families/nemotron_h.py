@@ -89,17 +89,17 @@ class NemotronH(MambaDecoder[list[_Part]]):
         for part in self._layers[index]:
             normed, mixer = self._norm(hidden, part.norm), part.mixer
             if isinstance(mixer, _Mlp):
-                hidden = hidden + self._dense(mixer, normed)
+                hidden = hidden + self._ungated(mixer, normed)
             elif isinstance(mixer, _Mixture):
                 hidden = hidden + self._mixture(mixer, normed)
             else:
                 hidden = hidden + self._mix(index, mixer, normed, step)
         return hidden
 
-    def _dense(self, mlp: _Mlp, normed: torch.Tensor) -> torch.Tensor:
+    def _ungated(self, mlp: _Mlp, normed: torch.Tensor) -> torch.Tensor:
         return mlp.down(self._activation(mlp.up(normed)))
 
     def _mixture(self, mlp: _Mixture, normed: torch.Tensor) -> torch.Tensor:
         weights, chosen = choose_experts(self.config, mlp.router, mlp.choice_bias, normed)
         mixed = mlp.experts(normed if mlp.into is None else mlp.into(normed), chosen, weights)
-        return (mixed if mlp.out_of is None else mlp.out_of(mixed)) + self._dense(mlp.shared, normed)
+        return (mixed if mlp.out_of is None else mlp.out_of(mixed)) + self._ungated(mlp.shared, normed)

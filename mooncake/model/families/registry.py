@@ -5,7 +5,7 @@ from __future__ import annotations
 from mooncake.model.decoder import Decoder
 from mooncake.model.families.afmoe import Afmoe
 from mooncake.model.families.cohere_moe import CohereMoe
-from mooncake.model.families.deepseek import DeepSeek, Mistral4
+from mooncake.model.families.deepseek import DeepSeek
 from mooncake.model.families.dense_members import Apertus, Arcee, GraniteHybrid, HyperClova, NanoChat, Olmo
 from mooncake.model.families.falcon_h1 import FalconH1
 from mooncake.model.families.gated import Dense, Exaone4, Hunyuan, Olmo2
@@ -72,7 +72,7 @@ DECODERS: dict[str, type[Decoder]] = {
     "glm4_moe_lite": DeepSeek,
     "minicpm3": DeepSeek,
     "youtu": DeepSeek,
-    "mistral4": Mistral4,
+    "mistral4": DeepSeek,
     "glm4_moe": GlmMoe,
     "solar_open": GlmMoe,
     "exaone_moe": GlmMoe,

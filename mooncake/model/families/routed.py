@@ -15,16 +15,10 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.families.gated import GatedDecoder, Layer, reordered_qkv
+from mooncake.model.families.gated import GatedDecoder, Layer, Mlp, reordered_qkv
 from mooncake.model.layers import vector
 from mooncake.model.rope import heads_in_order, rotary_order
 from mooncake.model_config import ModelConfig
-
-
-@dataclass(frozen=True, slots=True)
-class Mlp:
-    gate_up: Linear
-    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +46,8 @@ class RoutedDecoder(GatedDecoder[Layer]):
             shared=self._take_gated(f"{prefix}{names.shared}.") if self.config.shared_expert_size else None,
         )
 
-    def _take_gated(self, prefix: str) -> Mlp:
-        return Mlp(self.linear(prefix + "gate_proj", prefix + "up_proj"), self.linear(prefix + "down_proj"))
-
     def _mlp(self, mlp: Mlp | Mixture, normed: torch.Tensor) -> torch.Tensor:
         return self.reduce(self._dense(mlp, normed) if isinstance(mlp, Mlp) else self._mixture(mlp, normed))
-
-    def _dense(self, mlp: Mlp, normed: torch.Tensor) -> torch.Tensor:
-        return mlp.down(self.kernels.silu_mul(mlp.gate_up(normed)))
 
     def _mixture(self, mlp: Mixture, normed: torch.Tensor) -> torch.Tensor:
         weights, chosen = choose_experts(self.config, mlp.router, mlp.choice_bias, normed)
