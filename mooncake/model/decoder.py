@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -45,6 +46,14 @@ class CacheLayers:
         return [layer_pages(cache, row, *heads) for row, heads in zip(rows, self._heads, strict=True)]
 
 
+class LayerPages(NamedTuple):
+    """Where a step's KV of one layer is."""
+
+    cache: torch.Tensor
+    block_tables: torch.Tensor
+    slots: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One batch in progress through the layers."""
@@ -76,35 +85,58 @@ class Step:
         ``sinks`` as in ``reference.paged_attention``. ``query_scale`` ``[D]`` is applied to queries after their
         rotation.
         """
-        batch, kv_layer, owns_kv = self.batch, self.kv_layers[layer], self.config.owns_kv(layer)
-        row, block_tables, slots = batch.pages_of(kv_layer)
-        cache = self.cache_layers[kv_layer if self.config.layer_heads else row]
+        pages = self.pages_of(layer)
+        query = self.write(layer, qkv, pages, query_norm, key_norm)
+        if query_scale is not None:
+            query = query * query_scale
+        return self.read(layer, query, pages, sinks)
+
+    def pages_of(self, layer: int) -> LayerPages:
+        kv_layer = self.kv_layers[layer]
+        row, block_tables, slots = self.batch.pages_of(kv_layer)
+        return LayerPages(self.cache_layers[kv_layer if self.config.layer_heads else row], block_tables, slots)
+
+    def write(
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        pages: LayerPages,
+        query_norm: torch.Tensor | None,
+        key_norm: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The first half of ``attend``: write keys and values, if the layer has its own; returns the queries, ``[T, Hq,
+        D]``."""
+        kv_layer, owns_kv, positions = self.kv_layers[layer], self.config.owns_kv(layer), self.batch.positions
         if owns_kv:
             self.hook.before_layer(kv_layer)
         query = self.kernels.rope_write_kv(
             qkv,
             *self.tables[layer],
-            batch.positions,
-            cache if owns_kv else cache[:, :, :0],
-            slots,
+            positions,
+            pages.cache if owns_kv else pages.cache[:, :, :0],
+            pages.slots,
             query_norm,
             key_norm,
             self.config.rms_eps,
         )
         if owns_kv:
             self.hook.after_layer(kv_layer)
-        if query_scale is not None:
-            query = query * query_scale
         if self.query_scales is not None and self.config.query_grows(layer):
-            query = query * self.query_scales[batch.positions].to(query.dtype)[:, None, None]
+            query = query * self.query_scales[positions].to(query.dtype)[:, None, None]
+        return query
+
+    def read(
+        self, layer: int, query: torch.Tensor, pages: LayerPages, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The second half of ``attend``."""
         if self.attention is not None:
             return self.attention(layer, query, sinks).flatten(1)
         mixed = self.kernels.paged_attention(
             query,
-            cache,
-            block_tables,
-            batch.query_starts,
-            batch.context_lens,
+            pages.cache,
+            pages.block_tables,
+            self.batch.query_starts,
+            self.batch.context_lens,
             self.config.softmax_scale,
             self.config.window_of(layer),
             self.config.score_cap,

@@ -7,6 +7,7 @@ knows nothing of requests, scheduling, transfer or files; a hook is told when ea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar, cast
 
@@ -18,6 +19,7 @@ from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook, OnlyWaiting
 from mooncake.model.blend import Blending, turns
 from mooncake.model.cpu_decoder import CpuDecoder
+from mooncake.model.decoder import Step
 from mooncake.model.kept_inputs import KeptInputs
 from mooncake.model.layers import (
     DecoderLayer,
@@ -191,9 +193,19 @@ class LayerByLayer:
         """As ``CausalLM.forward``, or as its ``recompute`` of those ``layers``. ``blending`` is the hook, too."""
         layers = self._places if layers is None else layers
         eps, kernels, first = self._config.rms_eps, self._kernels, self._places.start
+        step = Step(
+            self._config,
+            kernels,
+            batch,
+            cache.unbind(1),
+            self._kv_layers,
+            hook,
+            self._tables,
+            attention,
+            self._query_scales,
+        )
         residual = self._enter(batch.tokens) if entering is None else entering.to(self._stream, copy=True)
         normed = kernels.rms_norm(residual, self._layers[layers.start - first].attention_norm, eps)
-        cache_layers = cache.unbind(1)
         last, adapt, is_narrowed = layers.stop - 1, self.adapters.add, False
         last_kv = min(last, self._last_owner)
         # With ``attention`` other ranks may need this one to take part.
@@ -201,29 +213,25 @@ class LayerByLayer:
         rows = rows_by_adapter(batch.adapters)
         for index in layers:
             layer = self._layers[index - first]
-            self._kept.write(index, residual, cache, batch.slots)
+            self._kept.write(index, residual, cache, step.batch.slots)
             qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
-            row, block_tables, slots = batch.pages_of(self._kv_layers[index])
-            cache_layer = cache_layers[row]
-            query = self._write(index, layer, qkv, batch.positions, cache_layer, slots, hook)
+            pages = step.pages_of(index)
+            query = step.write(index, qkv, pages, layer.query_norm, layer.key_norm)
             if index == last_kv and not wants_more:
                 return torch.empty((0, self._config.vocab_size), device=normed.device)
             if blending is not None and (kept := blending.narrow(index)) is not None:
-                batch, query, residual = blending.batch, query[kept], residual[kept]
-                block_tables = batch.block_tables  # blending requires a single group of layers
-                rows = rows_by_adapter(batch.adapters)
+                step, query, residual = replace(step, batch=blending.batch), query[kept], residual[kept]
+                rows, pages = rows_by_adapter(blending.batch.adapters), step.pages_of(index)
             if blending is not None and blending.has_gaps:
-                mixed = blending.attend(index, query, self._config.head_dim**-0.5)
-            elif attention is not None:
-                mixed = attention(index, query)
+                mixed = blending.attend(index, query, self._config.softmax_scale).flatten(1)
             else:
-                mixed = self._attend(index, query, batch, cache_layer, block_tables)
-            mixed = mixed.flatten(1)
-            if index == self._last_owner and leaving is None and len(wanted := batch.logit_rows) < len(mixed):
+                mixed = step.read(index, query, pages)
+            wanted, of_adapters = step.batch.logit_rows, step.batch.adapters
+            if index == self._last_owner and leaving is None and len(wanted) < len(mixed):
                 # All KV is written: from here on rows without logits are not needed.
                 mixed, residual, is_narrowed = mixed[wanted], residual[wanted], True
-                rows = [] if batch.adapters is None else rows_by_adapter(batch.adapters[wanted])
-                batch = batch if index == last else batch.narrowed(wanted)
+                rows = [] if of_adapters is None else rows_by_adapter(of_adapters[wanted])
+                step = step if index == last else step.narrowed(wanted)
             update = self._reduce(adapt(index, "output", mixed, layer.output(mixed), rows))
             normed = kernels.add_rms_norm(residual, update, layer.mlp_norm, eps)
             gated = kernels.silu_mul(adapt(index, "gate_up", normed, layer.gate_up(normed), rows))
@@ -234,63 +242,11 @@ class LayerByLayer:
             leaving.copy_(residual)
             return torch.empty((0, self._config.vocab_size))
         assert self._head is not None, "a stage with layers behind it gives no logits"
-        return self._head(normed if is_narrowed else normed[batch.logit_rows]).float()
+        return self._head(normed if is_narrowed else normed[step.batch.logit_rows]).float()
 
     def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self._embedding is not None, "a stage with layers before it is given what they left"
         return self._embedding.rows(tokens)
-
-    def _write(
-        self,
-        index: int,
-        layer: DecoderLayer,
-        qkv: torch.Tensor,
-        positions: torch.Tensor,
-        cache_layer: torch.Tensor,
-        slots: torch.Tensor,
-        hook: LayerHook,
-    ) -> torch.Tensor:
-        """Write the step's keys and values into the cache, if the layer has its own; returns the queries, ``[T, Hq,
-        D]``."""
-        owns_kv, kv_layer = self._config.owns_kv(index), self._kv_layers[index]
-        if owns_kv:
-            hook.before_layer(kv_layer)
-        else:
-            cache_layer = cache_layer[:, :, :0]
-        query = self._kernels.rope_write_kv(
-            qkv,
-            *self._tables[index],
-            positions,
-            cache_layer,
-            slots,
-            layer.query_norm,
-            layer.key_norm,
-            self._config.rms_eps,
-        )
-        if owns_kv:
-            hook.after_layer(kv_layer)
-        if self._query_scales is not None:
-            query = query * self._query_scales[positions].to(query.dtype)[:, None, None]
-        return query
-
-    def _attend(
-        self,
-        index: int,
-        query: torch.Tensor,
-        batch: ForwardBatch,
-        cache_layer: torch.Tensor,
-        block_tables: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attention's output before its projection, ``[T, Hq, D]``."""
-        return self._kernels.paged_attention(
-            query,
-            cache_layer,
-            block_tables,
-            batch.query_starts,
-            batch.context_lens,
-            self._config.head_dim**-0.5,
-            self._config.window_of(index),
-        )
 
 
 def _as_it_is(it: T) -> T:

@@ -17,6 +17,8 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ModelError
 from mooncake.kernels import Kernels, choose_kernels, reference
+from mooncake.kernels.cpu import CpuKernels
+from mooncake.kernels.cpu_build import load_library
 from mooncake.kernels.reference import from_page_rows, rope
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.batch import Reuse
@@ -190,16 +192,14 @@ def test_the_tokens_that_deviate_most_bring_most_of_the_loss_back(checkpoint: Ch
 def test_tokens_that_left_are_not_computed(checkpoint: Checkpoint, kitchen: Kitchen) -> None:
     """Neither their queries nor anything else; counted are the rows of each layer's first product."""
     counts: list[int] = []
-    by_layers = CausalLM(checkpoint.config, load_weights(checkpoint, "float32"), 1024, is_fused=False)
 
-    class Counting(LayerByLayer):
-        def _write(self, index: int, layer: Any, qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
+    class Counting(CpuKernels):
+        def rope_write_kv(self, qkv: torch.Tensor, *rest: Any) -> torch.Tensor:
             counts.append(len(qkv))
-            return super()._write(index, layer, qkv, *rest)
+            return super().rope_write_kv(qkv, *rest)
 
-    plain = by_layers.decoder
-    by_layers.decoder = Counting.__new__(Counting)
-    by_layers.decoder.__dict__ = plain.__dict__
+    weights = load_weights(checkpoint, "float32")
+    by_layers = CausalLM(checkpoint.config, weights, 1024, Counting(load_library()), is_fused=False)
     Kitchen(checkpoint, by_layers, kitchen.tokens.numpy()).blended(0.15)
     num_reused = (NUM_CHUNKS - 1) * CHUNK
     counts = counts[-checkpoint.config.num_layers :]  # behind those of the chunks and of the prefix
