@@ -28,6 +28,7 @@ _ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj", "embed_token
 _COLUMNS = ("o_proj", "down_proj")
 _ENTRIES = ("sinks",)  # one per head
 _ALL_EXPERTS = ("experts", "input_linear", "output_linear")  # in one tensor (gpt-oss, Granite)
+_WHOLE = slice(None)
 
 
 def shard_config(config: ModelConfig, size: int) -> ModelConfig:
@@ -86,50 +87,61 @@ def shard_weights(weights: Weights, config: ModelConfig, rank: int, size: int, c
     Codes stored in the checkpoint are cut like the weights they stand for. With ``coding`` "int8" so are those of
     matrices that are cut by columns: their scales are those of whole rows, as in one process.
     """
-    heads = kv_heads_of(config, rank, size)
-    kv = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
-    here = experts_of(config, rank, size)
-    stored = weights if isinstance(weights, WeightsOnDemand) else None
+    shard, here = _Shard(weights, config, rank, size, coding), experts_of(config, rank, size)
+    names = (name for name in weights if _expert_of(name) in (None, *here))
+    return WeightsOnDemand(names, shard.values, shard.codes, shard.experts)
 
-    def place(name: str, shape: Sequence[int]) -> tuple[slice, slice]:
-        """Rows and columns."""
-        kind, rows, columns = name.split(".")[-2], slice(None), slice(None)
-        if _expert_of(name) is not None:
-            pass
-        elif kind in _ALL_EXPERTS:
-            rows = slice(here.start, here.stop)
-        elif kind in ("q_norm", "k_norm"):  # of each head, or of all heads together (OLMoE, MiniMax-M2)
-            if shape[0] > config.head_dim:
-                rows = kv if kind == "k_norm" else _share(shape[0], rank, size)
-        elif kind in ("k_proj", "v_proj"):
-            rows = kv
-        elif kind in _ROWS or name.endswith(_ENTRIES):
-            rows = _share(shape[0], rank, size)
-        elif kind in _COLUMNS and len(shape) == 2:
-            columns = _share(shape[1], rank, size)
-        return rows, columns
 
-    def part(name: str) -> torch.Tensor:
-        tensor = weights[name]
+class _Shard:
+    """What one rank has of each weight."""
+
+    def __init__(self, weights: Weights, config: ModelConfig, rank: int, size: int, coding: Coding) -> None:
+        self._weights = weights
+        self._stored = weights if isinstance(weights, WeightsOnDemand) else None
+        self._rank, self._size, self._coding = rank, size, coding
+        self._head_dim = config.head_dim
+        heads = kv_heads_of(config, rank, size)
+        self._kv_rows = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
+        self._experts = _share(config.num_experts, rank, size)
+
+    def values(self, name: str) -> torch.Tensor:
+        tensor = self._weights[name]
         if _is_cut_by_columns(name) and tensor.ndim == 1:
             # A bias goes whole to the first rank, because the sum over ranks must include it once.
-            return tensor if rank == 0 else torch.zeros_like(tensor)
-        rows, columns = place(name, tensor.shape)
+            return tensor if self._rank == 0 else torch.zeros_like(tensor)
+        rows, columns = self._place(name, tensor.shape)
         return (tensor[rows] if tensor.ndim == 1 else tensor[rows, columns]).contiguous()
 
-    def codes(name: str) -> Codes | GroupedCodes | None:
-        whole = None if stored is None else stored.codes(name)
-        if whole is None and coding and _is_cut_by_columns(name):
-            tensor = weights[name]
-            whole = Codes(*quantise_rows(tensor), coding, tensor.dtype)
-        return None if whole is None else whole.part(*place(name, whole.shape))
+    def codes(self, name: str) -> Codes | GroupedCodes | None:
+        whole = None if self._stored is None else self._stored.codes(name)
+        if whole is None and self._coding and _is_cut_by_columns(name):
+            tensor = self._weights[name]
+            whole = Codes(*quantise_rows(tensor), self._coding, tensor.dtype)
+        return None if whole is None else whole.part(*self._place(name, whole.shape))
 
-    def experts(name: str) -> list[GroupedCodes] | None:
-        everyones = None if stored is None else stored.experts(name)
-        return None if everyones is None else everyones[here.start : here.stop]
+    def experts(self, name: str) -> list[GroupedCodes] | None:
+        everyones = None if self._stored is None else self._stored.experts(name)
+        return None if everyones is None else everyones[self._experts]
 
-    names = (name for name in weights if _expert_of(name) in (None, *here))
-    return WeightsOnDemand(names, part, codes, experts)
+    def _place(self, name: str, shape: Sequence[int]) -> tuple[slice, slice]:
+        """Rows and columns."""
+        if _is_cut_by_columns(name) and len(shape) == 2:
+            return _WHOLE, _share(shape[1], self._rank, self._size)
+        return self._rows(name, shape), _WHOLE
+
+    def _rows(self, name: str, shape: Sequence[int]) -> slice:
+        kind = name.split(".")[-2]
+        if _expert_of(name) is not None:
+            return _WHOLE
+        if kind in _ALL_EXPERTS:
+            return self._experts
+        if kind in ("q_norm", "k_norm") and shape[0] <= self._head_dim:
+            return _WHOLE  # of each head, and not of all heads together (OLMoE, MiniMax-M2)
+        if kind in ("k_norm", "k_proj", "v_proj"):
+            return self._kv_rows
+        if kind in (*_ROWS, "q_norm") or name.endswith(_ENTRIES):
+            return _share(shape[0], self._rank, self._size)
+        return _WHOLE
 
 
 def _is_cut_by_columns(name: str) -> bool:
