@@ -50,19 +50,12 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
         raise ModelError(f"{settings.source}: the rope parameters must be an object")
     rope = Settings(parameters, settings.source)
     theta = rope.number("rope_theta", settings.number("rope_theta", default_theta))
-    share = rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
-    if not abs(share) < 1e6:
-        raise ModelError(f"{settings.source}: partial_rotary_factor must be a share of a head, got {share}")
-    rotary_dim = int(head_dim * share)
-    if rotary_dim != head_dim and not partial:
-        raise ModelError(f"{settings.source} rotates only a part of each head, which is not supported")
-    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise ModelError(f"{settings.source} rotates {rotary_dim} of a head's {head_dim} elements")
+    rotary_dim = _rotary_dim(settings, rope, head_dim, partial)
     rotating = -1 if rotary_dim == head_dim else rotary_dim
-    kind = str(rope.get("rope_type") or rope.get("type") or "default")
     num_positions = settings.integer("max_position_embeddings")
     if not 0 < num_positions <= MAX_POSITIONS:
         raise ModelError(f"{settings.source}: max_position_embeddings must be between 1 and {MAX_POSITIONS}")
+    kind = str(rope.get("rope_type") or rope.get("type") or "default")
     kind = _FORMER_NAMES.get(kind, kind)
     if kind == "dynamic" and rope.get("alpha"):
         raise ModelError(f"{settings.source} changes its rope_theta by alpha, which is not supported")
@@ -73,12 +66,24 @@ def read_rope(settings: Settings, head_dim: int, default_theta: float = 10_000.0
     if kind == "yarn" and theta <= 1:
         raise ModelError(f"{settings.source}: the rope scaling 'yarn' needs a rope_theta above 1, got {theta:g}")
     scaling = _READERS[kind](settings, rope, rotary_dim)
-    stretched = num_positions
     if kind == "linear":  # config.json counts positions before scaling; so many tokens share one
-        stretched = int(num_positions * _of(scaling, "factor"))
+        num_positions = int(num_positions * _of(scaling, "factor"))
     if kind == "yarn":
-        stretched = int(_of(scaling, "original_max_position_embeddings") * _of(scaling, "factor"))
-    return Rope(theta, {"rope_type": kind, **scaling}, rotating, stretched)
+        num_positions = int(_of(scaling, "original_max_position_embeddings") * _of(scaling, "factor"))
+    return Rope(theta, {"rope_type": kind, **scaling}, rotating, num_positions)
+
+
+def _rotary_dim(settings: Settings, rope: Settings, head_dim: int, partial: bool) -> int:
+    """How many of a head's elements rotate. Raises ModelError."""
+    share = rope.number("partial_rotary_factor", settings.number("partial_rotary_factor", 1.0))
+    if not abs(share) < 1e6:
+        raise ModelError(f"{settings.source}: partial_rotary_factor must be a share of a head, got {share}")
+    rotary_dim = int(head_dim * share)
+    if rotary_dim != head_dim and not partial:
+        raise ModelError(f"{settings.source} rotates only a part of each head, which is not supported")
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ModelError(f"{settings.source} rotates {rotary_dim} of a head's {head_dim} elements")
+    return rotary_dim
 
 
 def read_query_growth(settings: Settings) -> dict[str, object]:

@@ -50,22 +50,23 @@ def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int], template: str = "") 
     backend.add_tokens([_added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED)])
     backend.add_special_tokens([_added(token, True) for token in control_ids])
     backend.encode_special_tokens = True
-    named = {name: _named_id(file, key, len(vocabulary.tokens)) for name, key in _NAMED_TOKENS.items()}
     own = file.get("tokenizer.chat_template")
     source = template or (own if isinstance(own, str) else "")
-    by_name = {name: vocabulary.tokens[token_id] for name, token_id in named.items() if token_id is not None}
-    bos, adds_bos = named["bos_token"], file.get(_ADD_BOS)
+    named = _named_ids(file, len(vocabulary.tokens))
+    by_name = {name: vocabulary.tokens[token_id] for name, token_id in named.items()}
+    adds_bos = file.get(_ADD_BOS)
     if adds_bos is None:  # converters omit it where llama.cpp has a default
         adds_bos = is_sentencepiece or pre in (*LLAMA3, *TEKKEN)
-    bos_ids = [bos] if adds_bos is True and bos is not None else []
+    bos_ids = [named["bos_token"]] if adds_bos is True and "bos_token" in named else []
     strips = is_sentencepiece and file.get("general.architecture") in _RSTRIP_AFTER
     stripping = control_ids.keys() - set(_KEEPS_SPACE) if strips else ()
     return Tokenizer(backend, control_ids, bos_ids, eos_ids, by_name, source, prefix, stripping)
 
 
-def _named_id(file: GGUF, key: str, vocab_size: int) -> int | None:
-    value = file.get(f"tokenizer.ggml.{key}_token_id")
-    return value if isinstance(value, int) and 0 <= value < vocab_size else None
+def _named_ids(file: GGUF, vocab_size: int) -> dict[str, int]:
+    """Of the special tokens that the file names."""
+    given = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in _NAMED_TOKENS.items()}
+    return {name: value for name, value in given.items() if isinstance(value, int) and 0 <= value < vocab_size}
 
 
 def _added(token: str, special: bool) -> AddedToken:

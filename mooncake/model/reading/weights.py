@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -81,22 +81,9 @@ def _stored_weights(checkpoint: Checkpoint, wanted: torch.dtype, codes: Coding, 
 
 
 def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Coding, keeps_groups: bool) -> Weights:
-    needed, family = weight_shapes(checkpoint.config), checkpoint.config.architecture
-    coded = {published_name(family, name): weight for name, weight in checkpoint.coded.items()}
-    parts = {part for weight in checkpoint.coded.values() for part in weight.parts}
-    spare = zero_biases(checkpoint.coded)
-    stored: dict[str, torch.Tensor] = {}  # by full name; parts of coded weights by their names in the files
-    for shard in checkpoint.shards:
-        for stored_name, tensor in _mapped(shard.path).items():
-            name = published_name(family, stored_name)
-            if stored_name in parts:
-                stored[stored_name] = tensor
-            elif name in needed:
-                if not tensor.is_floating_point():
-                    raise ModelError(f"{shard.path}: {name} is of the type {tensor.dtype}, which is not supported")
-                stored[name] = tensor
-            elif stored_name in spare and tensor.any():
-                raise ModelError(f"{shard.path} has the weight {name}, which its configuration does not need")
+    needed = weight_shapes(checkpoint.config)
+    coded = {published_name(checkpoint.config.architecture, name): each for name, each in checkpoint.coded.items()}
+    stored = _stored_tensors(checkpoint, needed)
 
     def make(name: str) -> torch.Tensor:
         if name in coded:
@@ -116,6 +103,25 @@ def _safetensors_weights(checkpoint: HFCheckpoint, dtype: torch.dtype, codes: Co
         return experts_as_groups(weight, stored, dtype) if keeps_groups and weight is not None else None
 
     return WeightsOnDemand(needed, make, own_codes, experts, lambda name: None if name in coded else stored[name])
+
+
+def _stored_tensors(checkpoint: HFCheckpoint, needed: Collection[str]) -> dict[str, torch.Tensor]:
+    """By full name; parts of coded weights by their names in the files. Raises ModelError."""
+    parts = {part for weight in checkpoint.coded.values() for part in weight.parts}
+    spare = zero_biases(checkpoint.coded)
+    stored: dict[str, torch.Tensor] = {}
+    for shard in checkpoint.shards:
+        for stored_name, tensor in _mapped(shard.path).items():
+            name = published_name(checkpoint.config.architecture, stored_name)
+            if stored_name in parts:
+                stored[stored_name] = tensor
+            elif name in needed:
+                if not tensor.is_floating_point():
+                    raise ModelError(f"{shard.path}: {name} is of the type {tensor.dtype}, which is not supported")
+                stored[name] = tensor
+            elif stored_name in spare and tensor.any():
+                raise ModelError(f"{shard.path} has the weight {name}, which its configuration does not need")
+    return stored
 
 
 def _mapped(path: Path) -> dict[str, torch.Tensor]:
