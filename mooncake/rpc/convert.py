@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Collection, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +23,8 @@ from mooncake.types import (
     TokenIds,
     TokenLogprob,
 )
+
+T = TypeVar("T")
 
 SCORE_BYTES, TOP_BYTES = 32, 17  # of a scored token on the wire, and of each alternative beside it, at most
 
@@ -92,15 +95,13 @@ def sampling_from_wire(message: pb.SamplingParams, model: SamplingDefaults = NEU
     values out of range."""
     defaults = NEUTRAL if message.HasField("beam_search") else model
     return SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else SamplingParams().max_tokens,
+        max_tokens=_given(message, "max_tokens", SamplingParams().max_tokens),
         min_tokens=message.min_tokens,
-        temperature=message.temperature if message.HasField("temperature") else defaults.temperature,
-        top_k=message.top_k if message.HasField("top_k") else defaults.top_k,
-        top_p=message.top_p if message.HasField("top_p") else defaults.top_p,
-        min_p=message.min_p if message.HasField("min_p") else defaults.min_p,
-        repetition_penalty=(
-            message.repetition_penalty if message.HasField("repetition_penalty") else defaults.repetition_penalty
-        ),
+        temperature=_given(message, "temperature", defaults.temperature),
+        top_k=_given(message, "top_k", defaults.top_k),
+        top_p=_given(message, "top_p", defaults.top_p),
+        min_p=_given(message, "min_p", defaults.min_p),
+        repetition_penalty=_given(message, "repetition_penalty", defaults.repetition_penalty),
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
         logit_bias=tuple((entry.token_id, entry.bias) for entry in message.logit_bias),
@@ -109,21 +110,27 @@ def sampling_from_wire(message: pb.SamplingParams, model: SamplingDefaults = NEU
         seed=message.seed if message.HasField("seed") else secrets.randbits(63),
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        logprobs=_given(message, "logprobs", None),
+        prompt_logprobs=_given(message, "prompt_logprobs", None),
         n=message.n or 1,
         best_of=message.best_of,
-        beam_search=(
-            BeamSearch(message.beam_search.length_penalty, message.beam_search.early_stopping)
-            if message.HasField("beam_search")
-            else None
-        ),
+        beam_search=_beams_from_wire(message.beam_search) if message.HasField("beam_search") else None,
         guide=_guide_from_wire(message.guide) if message.HasField("guide") else None,
         repetition_detection=(
             _repetition_from_wire(message.repetition_detection) if message.HasField("repetition_detection") else None
         ),
         thinking_budget=_budget_from_wire(message.thinking_budget) if message.HasField("thinking_budget") else None,
     )
+
+
+def _given(message: pb.SamplingParams, field: str, default: T) -> T:
+    """The field's value if it is set."""
+    value: T = getattr(message, field) if message.HasField(field) else default  # type: ignore[arg-type]
+    return value
+
+
+def _beams_from_wire(message: pb.BeamSearch) -> BeamSearch:
+    return BeamSearch(message.length_penalty, message.early_stopping)
 
 
 def _repetition_from_wire(message: pb.RepetitionDetection) -> RepetitionDetection:

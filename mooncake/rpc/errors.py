@@ -78,20 +78,33 @@ def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
     if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):  # of an asynchronous or a blocking stub
         return errors.NodeUnavailable(f"{peer or 'peer'}: {error}")
     metadata = {str(key): str(value) for key, value in (error.trailing_metadata() or ())}
-    message = handshake_trouble(error) or error.details() or str(error.code())
+    if CODE_KEY in metadata:
+        cls = _BY_CODE.get(metadata[CODE_KEY]) or _BY_STATUS.get(error.code(), errors.InternalError)
+        message = error.details() or str(error.code())
+    else:
+        reason = handshake_trouble(error) or error.details() or str(error.code())
+        cls, message = _transport_failure(error.code(), reason)
+        message = f"{peer}: {message}" if peer else message
+    return _made(cls, message, metadata.get(PUSHBACK_KEY, ""), metadata.get(PARAM_KEY))
+
+
+def _transport_failure(code: grpc.StatusCode, message: str) -> tuple[type[MooncakeError], str]:
+    """What fits an error that no server of ours has raised, and what to say of it."""
+    match code:
+        case grpc.StatusCode.DEADLINE_EXCEEDED:  # gRPC: "Stream removed (…)"
+            message = "no answer came in the time that the call allows"
+        case grpc.StatusCode.CANCELLED if message != _CANCELLED_HERE:
+            return errors.NodeUnavailable, "it has cut the call off, and probably stops"
     if message.startswith(_NOT_GRPC):
         message = f"who answers there does not speak gRPC ({message})"
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and CODE_KEY not in metadata:  # gRPC: "Stream removed (…)"
-        message = "no answer came in the time that the call allows"
-    cls = _BY_CODE.get(metadata.get(CODE_KEY, "")) or _BY_STATUS.get(error.code(), errors.InternalError)
-    if error.code() is grpc.StatusCode.CANCELLED and CODE_KEY not in metadata and message != _CANCELLED_HERE:
-        cls, message = errors.NodeUnavailable, "it has cut the call off, and probably stops"
-    if CODE_KEY not in metadata and peer:
-        message = f"{peer}: {message}"
+    return _BY_STATUS.get(code, errors.InternalError), message
+
+
+def _made(cls: type[MooncakeError], message: str, pushback_ms: str, param: str | None) -> MooncakeError:
     if issubclass(cls, errors.Overloaded):
-        return cls(message, int(metadata.get(PUSHBACK_KEY, "1000")) / 1000)
+        return cls(message, int(pushback_ms if pushback_ms.isdigit() else "1000") / 1000)
     if issubclass(cls, errors.InvalidRequest):
-        return cls(message, metadata.get(PARAM_KEY))
+        return cls(message, param)
     return cls(message)
 
 
@@ -105,9 +118,4 @@ def parts_of_error(error: MooncakeError) -> bytes:
 def error_from_parts(data: bytes) -> MooncakeError:
     """The error that the other side raised."""
     code, param, pushback, message = ([*data.decode(errors="replace").split("\n", 3), "", "", ""])[:4]
-    cls = _BY_CODE.get(code, errors.InternalError)
-    if issubclass(cls, errors.Overloaded):
-        return cls(message, int(pushback if pushback.isdigit() else "1000") / 1000)
-    if issubclass(cls, errors.InvalidRequest):
-        return cls(message, param or None)
-    return cls(message)
+    return _made(_BY_CODE.get(code, errors.InternalError), message, pushback, param or None)
