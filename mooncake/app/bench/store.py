@@ -177,6 +177,8 @@ class _Ours:
         self._loop = asyncio.new_event_loop()
         self._puts = 0
         self._stored: set[str] = set()  # keys to remove before the next turn
+        self._keys: list[str] = []  # of what the operation reads
+        self._views: list[Memory] = []  # of the blocks in memory
 
     def __enter__(self) -> _Ours:
         transports = ("tcp",) if self._transport == "tcp" else ("shm", "tcp")  # the default on the same host
@@ -203,52 +205,40 @@ class _Ours:
         return Answer(len(taken), time.perf_counter() - started, median_us(taken))
 
     async def _prepare(self, operation: str, size: int) -> Callable[[int], Awaitable[None]]:
-        pool = self._client
-        views = [self._memory[at : at + size] for at in range(0, MEMORY_BYTES, size)]
+        """Store what the operation reads, and only that; returns a call of it, by the call's number in the turn."""
         while self._stored:
-            await pool.remove([self._stored.pop() for _ in range(min(len(self._stored), MAX_REMOVED))])
+            await self._client.remove([self._stored.pop() for _ in range(min(len(self._stored), MAX_REMOVED))])
+        self._views = [self._memory[at : at + size] for at in range(0, MEMORY_BYTES, size)]
+        num_keys = {"exists": EXISTS, "put": 0}.get(operation, len(self._views))
+        self._keys = [f"{operation} {number}" for number in range(num_keys)]
+        for number, key in enumerate(self._keys):
+            await self._put(key, 0 if operation == "exists" else number)
+        calls = {"exists": self._exists, "put": self._put_next, "get": self._get, "get batch": self._get_batch}
+        return calls[operation]
 
-        async def put(key: str, number: int) -> None:
-            if not await pool.put(key, views[number % len(views)]):
-                raise InternalError("a block was not stored")
-            self._stored.add(key)
+    async def _put(self, key: str, number: int) -> None:
+        if not await self._client.put(key, self._views[number % len(self._views)]):
+            raise InternalError("a block was not stored")
+        self._stored.add(key)
 
-        if operation == "exists":
-            keys = [f"exists {number}" for number in range(EXISTS)]
-            for key in keys:
-                await put(key, 0)
+    async def _put_next(self, number: int) -> None:
+        self._puts += 1
+        await self._put(f"put {self._puts}", number)
 
-            async def exists(number: int) -> None:
-                if not all(await pool.exists(keys)):
-                    raise InternalError("a block was not there")
+    async def _exists(self, number: int) -> None:
+        if not all(await self._client.exists(self._keys)):
+            raise InternalError("a block was not there")
 
-            return exists
-        if operation == "put":
+    async def _get(self, number: int) -> None:
+        at = number % len(self._views)
+        if await self._client.get_into(self._keys[at], self._views[at]) != len(self._views[at]):
+            raise InternalError("a block was not there")
 
-            async def put_next(number: int) -> None:
-                self._puts += 1
-                await put(f"put {self._puts}", number)
-
-            return put_next
-        keys = [f"get {number}" for number in range(len(views))]
-        for number, key in enumerate(keys):
-            await put(key, number)
-        if operation == "get":
-
-            async def get(number: int) -> None:
-                at = number % len(views)
-                if await pool.get_into(keys[at], views[at]) != size:
-                    raise InternalError("a block was not there")
-
-            return get
-
-        async def get_batch(number: int) -> None:
-            which = [(number * BATCH + i) % len(views) for i in range(BATCH)]
-            into = [views[at] for at in which]
-            if await pool.get_batch_into([keys[at] for at in which], into) != [size] * BATCH:
-                raise InternalError("a block was not there")
-
-        return get_batch
+    async def _get_batch(self, number: int) -> None:
+        which = [(number * BATCH + i) % len(self._views) for i in range(BATCH)]
+        into = [self._views[at] for at in which]
+        if await self._client.get_batch_into([self._keys[at] for at in which], into) != [len(view) for view in into]:
+            raise InternalError("a block was not there")
 
 
 class _Copy:
