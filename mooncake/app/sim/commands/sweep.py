@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from mooncake.app.outputs import writing
 from mooncake.app.sim.cluster import Cluster, Ssd
 from mooncake.app.sim.commands.simulate import play
 from mooncake.app.sim.output.charts import Series, lines
+from mooncake.app.sim.output.page import document
 from mooncake.app.sim.output.summary import Summary, summarize, to_json
 from mooncake.app.sim.simulation import Run, Simulation
 from mooncake.errors import ConfigError
@@ -161,40 +161,29 @@ def write_plot(vary: str, name: str, points: Sequence[Point], path: Path) -> Non
         xs, names = [float(point.value) for point in points], []
     except ValueError:
         xs, names = [float(at) for at in range(len(points))], [point.value for point in points]
-    found = [point.summary for point in points]
-    ttft = [
-        Series("mean", xs, [one.ttft_s.mean for one in found]),
-        Series("p99", xs, [one.ttft_s.p99 for one in found]),
-    ]
-    tbt = [
-        Series("mean", xs, [one.tail_tbt_ms.mean for one in found]),
-        Series("p99", xs, [one.tail_tbt_ms.p99 for one in found]),
-    ]
-    reused = [
-        Series("all", xs, [one.hit_tokens for one in found]),
-        Series("from memory", xs, [one.hit_dram for one in found]),
-        Series("from an SSD", xs, [one.hit_ssd for one in found]),
-        Series("from another host", xs, [one.fetched_tokens for one in found]),
-    ]
+
+    def chart(title: str, unit: str, values: dict[str, Callable[[Summary], float]]) -> str:
+        series = [Series(label, xs, [value(point.summary) for point in points]) for label, value in values.items()]
+        return lines(title, vary, unit, series, names=names)
+
+    ttft = {"mean": lambda one: one.ttft_s.mean, "p99": lambda one: one.ttft_s.p99}
+    tbt = {"mean": lambda one: one.tail_tbt_ms.mean, "p99": lambda one: one.tail_tbt_ms.p99}
+    reused = {
+        "all": lambda one: one.hit_tokens,
+        "from memory": lambda one: one.hit_dram,
+        "from an SSD": lambda one: one.hit_ssd,
+        "from another host": lambda one: one.fetched_tokens,
+    }
     charts = [
-        lines("Time to first token", vary, "s", ttft, names=names),
-        lines("Time between tokens, longest tenth", vary, "ms", tbt, names=names),
-        lines(
-            "Requests inside the limits", vary, "share", [Series("", xs, [one.goodput for one in found])], names=names
-        ),
-        lines("Prompt tokens reused", vary, "share", reused, names=names),
+        chart("Time to first token", "s", ttft),
+        chart("Time between tokens, longest tenth", "ms", tbt),
+        chart("Requests inside the limits", "share", {"": lambda one: one.goodput}),
+        chart("Prompt tokens reused", "share", reused),
     ]
-    style = "body{font:14px system-ui;max-width:980px;margin:2em auto}"
-    style += "svg{width:48%;overflow:visible;font:10px system-ui;fill:#57606a}"
-    style += "svg .grid{stroke:#d0d7de;stroke-width:.5}svg .title{font-size:12px;font-weight:600}"
-    title = html.escape(f"{vary} on {name}")
     data = msgspec.json.encode([point.line for point in points]).decode().replace("<", "\\u003c")
+    script = f'<script type="application/json" id="data">{data}</script>'
     with writing(path):
-        path.write_text(
-            f'<!doctype html><meta charset="utf-8"><title>{title}</title><style>{style}</style>'
-            f"<h1>{title}</h1>{''.join(charts)}"
-            f'<script type="application/json" id="data">{data}</script>'
-        )
+        path.write_text(document(f"{vary} on {name}", f'<div class="charts">{"".join(charts)}</div>{script}'))
 
 
 def _count(text: str) -> int:

@@ -81,16 +81,24 @@ def page(simulation: Simulation, summary: Summary) -> str:
         ("TBT, mean of gaps, ms", summary.mean_tbt_ms),
         ("TBT, longest tenth, ms", summary.tail_tbt_ms),
     ]
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f'<h1>{escape(title)}</h1><p class="note">{escape(simulation.cluster.note)}</p>'
+    return document(
+        title,
+        f'<p class="note">{escape(simulation.cluster.note)}</p>'
         + _table(("", ""), facts)
         + _table(("", "mean", "p50", "p90", "p99", "max"), [(name, *_cells(spread)) for name, spread in latency])
         + f'<div class="charts">{"".join(_charts(simulation))}</div>'
         + "<h2>Published values</h2>"
         + _table(("what", "value"), PUBLISHED)
         + '<p class="note">'
-        "Published set-ups are only partly described: <code>mooncake reproduce</code> says what compares.</p></html>"
+        "Published set-ups are only partly described: <code>mooncake reproduce</code> says what compares.</p>",
+    )
+
+
+def document(title: str, body: str) -> str:
+    """``title`` is text, ``body`` HTML."""
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
+        f"<h1>{escape(title)}</h1>{body}</html>"
     )
 
 
