@@ -55,32 +55,40 @@ class Sampler:
         """
         is_plain = all(map(_IS_PLAIN, sequences))
         rows = range(len(sequences)) if rows is None else rows
-        edited = {} if is_plain else self._edited_rows(logits, rows, sequences)
-        if self._library is None:
-            every = logits.numpy()
-            tokens = _choose([edited.get(place, every[row]) for place, row in enumerate(rows)], sequences)
-        elif is_plain:
-            tokens = self._library.sample(logits, rows, edited)
-        else:
-            packed = [sequence.packed_sampling or pack_sampling(sequence) for sequence in sequences]
-            tokens = self._library.sample(logits, rows, edited, b"".join(packed), list(map(_NUM_TOKENS, sequences)))
+        tokens = self._tokens(logits, sequences, rows, is_plain)
         if -1 in tokens:
             for token, sequence in zip(tokens, sequences, strict=True):
                 if token < 0:
                     sequence.fail_not_finite()
         if is_plain:
             return list(zip(tokens, repeat(None), strict=False))
-        wanted = [
-            (place, top)
+        return list(zip(tokens, self._wanted_logprobs(logits, sequences, rows, tokens), strict=True))
+
+    def _tokens(self, logits: torch.Tensor, sequences: Rows[Sequence], rows: Rows[int], is_plain: bool) -> Rows[int]:
+        """-1 for a row that is not finite."""
+        edited = {} if is_plain else self._edited_rows(logits, rows, sequences)
+        if self._library is None:
+            every = logits.numpy()
+            return _choose([edited.get(place, every[row]) for place, row in enumerate(rows)], sequences)
+        if is_plain:
+            return self._library.sample(logits, rows, edited)
+        packed = [sequence.packed_sampling or pack_sampling(sequence) for sequence in sequences]
+        return self._library.sample(logits, rows, edited, b"".join(packed), list(map(_NUM_TOKENS, sequences)))
+
+    def _wanted_logprobs(
+        self, logits: torch.Tensor, sequences: Rows[Sequence], rows: Rows[int], tokens: Rows[int]
+    ) -> list[TokenLogprob | None]:
+        """None for sequences that do not ask for any, or have no token."""
+        tops = {
+            place: top
             for place, sequence in enumerate(sequences)
             if (top := sequence.sampling.logprobs) is not None and tokens[place] >= 0
-        ]
-        places, tops = [place for place, _ in wanted], [top for _, top in wanted]
-        logprobs: list[TokenLogprob | None] = [None] * len(tokens)
-        scores = self.score(logits, [rows[place] for place in places], [tokens[place] for place in places], tops)
-        for place, logprob in zip(places, scores, strict=True):
-            logprobs[place] = logprob
-        return list(zip(tokens, logprobs, strict=True))
+        }
+        scores = self.score(
+            logits, [rows[place] for place in tops], [tokens[place] for place in tops], [*tops.values()]
+        )
+        found = dict(zip(tops, scores, strict=True))
+        return [found.get(place) for place in range(len(tokens))]
 
     def score(
         self, logits: torch.Tensor, rows: Rows[int], token_ids: Rows[int], num_tops: Rows[int]
