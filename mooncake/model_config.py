@@ -282,15 +282,7 @@ class ModelConfig:
         self._check("num_layers", 1, MAX_LAYERS)
         self._check("num_experts", 0, MAX_EXPERTS)
         self._check("max_model_len", 1, MAX_POSITIONS)
-        if self.layer_heads and len(self.layer_heads) != self.num_layers:
-            raise ModelError(f"layer_heads has {len(self.layer_heads)} entries for {self.num_layers} layers")
-        for num_kv_heads, head_dim in {(self.num_kv_heads, self.head_dim), *self.layer_heads}:
-            if not 1 <= min(num_kv_heads, head_dim) <= max(num_kv_heads, head_dim) <= 1 << 24:
-                raise ModelError(f"a layer cannot have {num_kv_heads} KV heads of {head_dim}")
-            if self.num_heads % num_kv_heads:
-                raise ModelError(f"{self.num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
-            if head_dim % 2:
-                raise ModelError(f"rotary positions need an even head size, got {head_dim}")
+        self._check_heads()
         for value in (self.rope_theta, self.rms_eps):
             if not (math.isfinite(value) and value > 0):
                 raise ModelError(f"rope_theta and rms_eps must be positive, got {self.rope_theta} and {self.rms_eps}")
@@ -301,6 +293,17 @@ class ModelConfig:
         self._check_recurrence()
         if self.num_experts and not 1 <= self.experts_per_token <= self.num_experts:
             raise ModelError(f"a token cannot use {self.experts_per_token} of {self.num_experts} experts")
+
+    def _check_heads(self) -> None:
+        if self.layer_heads and len(self.layer_heads) != self.num_layers:
+            raise ModelError(f"layer_heads has {len(self.layer_heads)} entries for {self.num_layers} layers")
+        for num_kv_heads, head_dim in {(self.num_kv_heads, self.head_dim), *self.layer_heads}:
+            if not 1 <= min(num_kv_heads, head_dim) <= max(num_kv_heads, head_dim) <= 1 << 24:
+                raise ModelError(f"a layer cannot have {num_kv_heads} KV heads of {head_dim}")
+            if self.num_heads % num_kv_heads:
+                raise ModelError(f"{self.num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
+            if head_dim % 2:
+                raise ModelError(f"rotary positions need an even head size, got {head_dim}")
 
     def _check_recurrence(self) -> None:
         it = self.recurrence

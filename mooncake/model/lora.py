@@ -78,21 +78,12 @@ def _layer(
         """The product of the projections ``outputs``, with this many outputs each."""
         downs, ups = [], []
         for projection, count in outputs.items():
-            pair = halves.get(projection)
-            if pair is None:
+            if projection not in halves:
                 ups.append(torch.empty(count, 0))
                 continue
-            if set(pair) != {"A", "B"}:
-                raise ModelError(f"the adapter {adapter.name} has only one half of {projection}_proj")
-            rank = pair["A"].shape[0] if pair["A"].dim() else 0
-            if not rank or pair["A"].shape != (rank, inputs) or pair["B"].shape != (count, rank):
-                raise ModelError(f"the adapter {adapter.name} was made for another shape of {projection}_proj")
-            rows = pair["B"] if order is None or projection not in "qk" else heads_in_order(pair["B"], order)
-            scaled = rows * adapter.scale(rank)
-            if not (pair["A"].isfinite().all() and scaled.isfinite().all()):  # each of its answers would fail
-                raise ModelError(f"the adapter {adapter.name} has NaN or infinite numbers in {projection}_proj")
-            downs.append(pair["A"])
-            ups.append(scaled)
+            down, up = _scaled_pair(adapter, projection, halves[projection], inputs, count)
+            downs.append(down)
+            ups.append(up if order is None or projection not in "qk" else heads_in_order(up, order))
         return (torch.cat(downs), _block_diagonal(ups)) if downs else None
 
     return LayerAdapter(
@@ -101,6 +92,22 @@ def _layer(
         gate_up=product(hidden, gate=inner, up=inner),
         down=product(inner, down=hidden),
     )
+
+
+def _scaled_pair(
+    adapter: Adapter, projection: str, pair: Mapping[str, torch.Tensor], inputs: int, outputs: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[rank, inputs]``, and, times the adapter's scale, ``[outputs, rank]``. Raises ModelError."""
+    if set(pair) != {"A", "B"}:
+        raise ModelError(f"the adapter {adapter.name} has only one half of {projection}_proj")
+    down, up = pair["A"], pair["B"]
+    rank = down.shape[0] if down.dim() else 0
+    if not rank or down.shape != (rank, inputs) or up.shape != (outputs, rank):
+        raise ModelError(f"the adapter {adapter.name} was made for another shape of {projection}_proj")
+    scaled = up * adapter.scale(rank)
+    if not (down.isfinite().all() and scaled.isfinite().all()):  # each of its answers would fail
+        raise ModelError(f"the adapter {adapter.name} has NaN or infinite numbers in {projection}_proj")
+    return down, scaled
 
 
 def _block_diagonal(blocks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -121,23 +121,24 @@ class _Reader:
         if source.form == "expert":
             return self._stored(infos[0], source.expert).reshape(shape)
         first, *others = (self._stored(info) for info in infos)
-        if source.form == "plus one":
-            return first - np.float32(1)
-        if source.form == "transposed":
-            return np.ascontiguousarray(first.swapaxes(-1, -2))
-        if source.form == "in turn":
-            both = np.stack([first, *others], axis=2).reshape(len(first), -1, *first.shape[2:])
-            return np.ascontiguousarray(both.swapaxes(1, 2)) if both.ndim == 3 else both
-        if source.form == "absorbed":
-            return np.concatenate([first.swapaxes(1, 2), *others], axis=1).reshape(shape)
-        if source.form == "stacked":
-            return np.concatenate([first, *others], axis=-2)
-        if source.form == "rows":
-            return np.ascontiguousarray(first[source.first_row : source.first_row + shape[0]])
-        if source.form == "by kinds":
-            first = np.concatenate([first, *others])
-        if source.form == "rates":
-            first = np.log(-first)
+        match source.form:
+            case "plus one":
+                return first - np.float32(1)
+            case "transposed":
+                return np.ascontiguousarray(first.swapaxes(-1, -2))
+            case "in turn":
+                both = np.stack([first, *others], axis=2).reshape(len(first), -1, *first.shape[2:])
+                return np.ascontiguousarray(both.swapaxes(1, 2)) if both.ndim == 3 else both
+            case "absorbed":
+                return np.concatenate([first.swapaxes(1, 2), *others], axis=1).reshape(shape)
+            case "stacked":
+                return np.concatenate([first, *others], axis=-2)
+            case "rows":
+                return np.ascontiguousarray(first[source.first_row : source.first_row + shape[0]])
+            case "by kinds":
+                first = np.concatenate([first, *others])
+            case "rates":
+                first = np.log(-first)
         order = self._order(name, source)
         if order is not None:
             first = np.ascontiguousarray(first[:, order]) if _is_of_columns(name, source) else first[order]
