@@ -140,19 +140,23 @@ class AdapterCatalogue:
         name, without those that have ended here or there. Those that were served are served; the others are
         ``unfinished``."""
         for load in loads:
-            name, known = load.adapter.name, self._wanted.get(load.number)
-            is_over = load.number in self._ended or (known is not None and known.state is not LoadState.UNFINISHED)
             if load.is_ended:
                 self._adopt_end(load)
-                continue
-            if load.error or is_over or not self._most or name in self._taken:
-                continue
-            others = [each for each in self._wanted.values() if each.load.adapter.name == name and each is not known]
-            if load.is_served:
-                if all(each.load.number < load.number for each in others if each.state is not LoadState.UNFINISHED):
+            elif self._may_adopt(load):
+                if load.is_served:
                     self.serve(load)
-            elif all(each.load.number < load.number for each in others):
-                self._wanted[load.number] = _Wanted(load, LoadState.UNFINISHED)
+                else:
+                    self._wanted[load.number] = _Wanted(load, LoadState.UNFINISHED)
+
+    def _may_adopt(self, load: AdapterLoad) -> bool:
+        name, known = load.adapter.name, self._wanted.get(load.number)
+        is_over = load.number in self._ended or (known is not None and known.state is not LoadState.UNFINISHED)
+        if load.error or is_over or not self._most or name in self._taken:
+            return False
+        others = [each for each in self._wanted.values() if each.load.adapter.name == name and each is not known]
+        if load.is_served:  # what is served goes before what an earlier conductor may not have finished
+            others = [each for each in others if each.state is not LoadState.UNFINISHED]
+        return all(each.load.number < load.number for each in others)
 
     def _adopt_end(self, load: AdapterLoad) -> None:
         """A node has heard of the load's end; another one may not have, and may have said that the load is served."""

@@ -90,17 +90,7 @@ class LayoutReader:
             if not self._copy(shard.address, mine, plan, deadline):
                 elsewhere += mine
         if elsewhere:
-            direct = self._start_direct([job for job in elsewhere if job.box.is_direct], deadline)
-            try:
-                self._read_through_scratch([job for job in elsewhere if not job.box.is_direct], plan, deadline)
-            finally:
-                for transfer, _ in direct:
-                    transfer.wait()
-            for transfer, group in direct:
-                transfer.result()
-                for job in group:
-                    if job.is_verifiable:
-                        _verify(job, job.pieces_in_place())
+            self._read(elsewhere, plan, deadline)
         unverified = sum(job.box.nbytes for job in jobs if not job.is_verifiable)
         return Conversion(sum(job.box.nbytes for job in jobs), unverified)
 
@@ -136,6 +126,19 @@ class LayoutReader:
             self._forget(key)
             return False
         return True
+
+    def _read(self, jobs: Sequence[_Job], plan: Plan, deadline: float) -> None:
+        direct = self._start_direct([job for job in jobs if job.box.is_direct], deadline)
+        try:
+            self._read_through_scratch([job for job in jobs if not job.box.is_direct], plan, deadline)
+        finally:
+            for transfer, _ in direct:
+                transfer.wait()
+        for transfer, group in direct:
+            transfer.result()
+            for job in group:
+                if job.is_verifiable:
+                    _verify(job, job.pieces_in_place())
 
     def _forget_gone(self) -> None:
         """A view would keep the memory of a dead process."""
