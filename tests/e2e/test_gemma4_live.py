@@ -4,13 +4,14 @@ give the tokens of transformers."""
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 from direct_nodes import Nodes
-from drive import ask_all, leaks, status, wait_idle
+from drive import check_two_turns
 from greedy import greedy
 from live import running_cluster, small_config
 from tiny_families import VOCAB, Published
@@ -46,15 +47,8 @@ async def test_a_cluster_answers_as_transformers_do(family: str, settings: tuple
     config = small_config(f"model.path={tmp_path}", "model.dtype=float32", *SMALL, *settings)
     with running_cluster(config) as cluster:
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
-            answers = await ask_all(channel, prompts, NEW, at_once=3)
-            assert not is_exact or [each.tokens for each in answers] == [greedy(model, each, NEW) for each in prompts]
-            await wait_idle(channel)
-            turns = [[*prompt, *answer.tokens, 7, 8] for prompt, answer in zip(prompts, answers, strict=True)]
-            again = await ask_all(channel, turns, NEW, at_once=3)
-            assert not is_exact or [each.tokens for each in again] == [greedy(model, turn, NEW) for turn in turns]
-            assert all(answer.cached_tokens for answer in again)
-            await wait_idle(channel)
-            assert not leaks(await status(channel))
+            theirs = partial(greedy, model, count=NEW)
+            assert all(await check_two_turns(channel, prompts, NEW, theirs if is_exact else None))
 
 
 async def test_all_rows_of_a_layer_are_handed_over_stored_and_read(tmp_path: Path) -> None:

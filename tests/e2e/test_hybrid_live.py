@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import grpc
 import pytest
 import pytest_asyncio
 from direct_nodes import Nodes
-from drive import ask_all, leaks, status, wait_idle
+from drive import check_two_turns
 from greedy import greedy
 from live import running_cluster, small_config
 from node_pair import until
@@ -46,17 +47,10 @@ async def test_a_cluster_answers_as_transformers_do(name: str, settings: tuple[s
     config = small_config(f"model.path={tmp_path}", "model.dtype=float32", *SMALL, *settings)
     with running_cluster(config) as cluster:
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
-            answers = await ask_all(channel, prompts, NEW, at_once=3)
-            assert [answer.tokens for answer in answers] == [greedy(model, prompt, NEW) for prompt in prompts]
-            await wait_idle(channel)
-            turns = [[*prompt, *answer.tokens, 7, 8] for prompt, answer in zip(prompts, answers, strict=True)]
-            again = await ask_all(channel, turns, NEW, at_once=3)
-            assert [answer.tokens for answer in again] == [greedy(model, turn, NEW) for turn in turns]
+            cached = await check_two_turns(channel, prompts, NEW, partial(greedy, model, count=NEW))
             # What only the pool has is read if that is predicted to be faster, so of the shortest prompt, which filled
             # no block in the prefill node, nothing may be.
-            assert all(answer.cached_tokens for answer in again[1:])
-            await wait_idle(channel)
-            assert not leaks(await status(channel))
+            assert all(cached[1:])
 
 
 @pytest_asyncio.fixture

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
-from drive import ask, wait_idle
+from drive import check_twice
 from greedy import greedy
 from live import running_cluster, small_config, workers_of
 from tiny_model import LATENT, write_tiny_model
@@ -32,11 +31,7 @@ async def test_a_cluster_answers_as_transformers_does(kv_dtype: str, tmp_path: P
     config = small_config(f"model.path={tmp_path}", f"model.kv_dtype={kv_dtype}", "model.dtype=float32", *SMALL)
     with running_cluster(config) as cluster:
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
-            for cached in (0, 40):
-                answers = await asyncio.gather(*(ask(channel, prompt, NEW) for prompt in prompts))
-                assert [answer.tokens for answer in answers] == wanted
-                assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
-                await wait_idle(channel)
+            await check_twice(channel, prompts, wanted, 40)
 
 
 @pytest.mark.slow
@@ -58,8 +53,4 @@ async def test_a_prefill_node_of_several_processes_hands_over_to_one_of_one(
     with running_cluster(small_config(*of_model, *SMALL, "prefill.chunk_tokens=96", processes)) as cluster:
         assert workers_of(cluster.pids["prefill-0"], module), "the node computes alone"
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
-            for cached in (0, 104):
-                answers = await asyncio.gather(*(ask(channel, prompt, NEW) for prompt in prompts))
-                assert [answer.tokens for answer in answers] == wanted
-                assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
-                await wait_idle(channel)
+            await check_twice(channel, prompts, wanted, 104)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
-from drive import ask, wait_idle
+from drive import check_twice
 from live import running_cluster, small_config
 from quantised import Format, awq, int8, write_quantised
 from tiny_model import write_tiny_model
@@ -32,9 +31,5 @@ async def test_a_cluster_answers_as_one_engine_does(form: Format, tmp_path: Path
     small = ("block.tokens=8", "prefill.kv_gb=0.02", "decode.kv_gb=0.02", "store.dram_gb=0.02")
     with running_cluster(small_config(f"model.path={folder}", *small)) as cluster:
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
-            for cached in (0, 40):
-                answers = await asyncio.gather(*(ask(channel, prompt, NEW) for prompt in prompts))
-                assert [answer.tokens for answer in answers] == wanted
-                assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
-                await wait_idle(channel)
+            await check_twice(channel, prompts, wanted, 40)
     assert open_checkpoint(str(folder)).coding == ("w8a8" if "config_groups" in form.settings else "")

@@ -10,7 +10,7 @@ import grpc
 import numpy as np
 import pytest
 from direct_nodes import run_prefill
-from drive import ask, wait_idle
+from drive import check_twice
 from live import running_cluster, small_config
 from sharing_model import GRAPHS, write_sharing_model
 
@@ -38,11 +38,7 @@ async def test_a_cluster_answers_as_one_engine_does(kv_dtype: str, tmp_path: Pat
     config = small_config(f"model.path={tmp_path}", f"model.kv_dtype={kv_dtype}", "model.dtype=float32", *SMALL)
     with running_cluster(config) as cluster:
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
-            for cached in (0, 40):
-                answers = await asyncio.gather(*(ask(channel, prompt, NEW) for prompt in prompts))
-                assert [answer.tokens for answer in answers] == wanted
-                assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
-                await wait_idle(channel)
+            await check_twice(channel, prompts, wanted, 40)
 
 
 async def test_bytes_on_the_wire_and_in_the_pool_fall_by_what_is_shared(tmp_path: Path) -> None:

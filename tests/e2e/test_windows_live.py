@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from direct_nodes import Nodes
-from drive import ask_all, leaks, status, wait_idle
+from drive import check_two_turns, status
 from greedy import greedy
 from in_process import InProcessCluster
 from live import running_cluster, small_config
@@ -41,21 +42,12 @@ def write_model(folder: Path) -> Any:
 async def test_a_cluster_answers_as_transformers_do(settings: tuple[str, ...], tmp_path: Path) -> None:
     model = write_model(tmp_path)
     prompts = [np.random.default_rng(seed).integers(3, 320, 30 + 25 * seed).tolist() for seed in range(4)]
-    expected = [greedy(model, prompt, NEW) for prompt in prompts]
+    is_exact = not any("int8" in setting for setting in settings)
     config = small_config(f"model.path={tmp_path}", "model.dtype=float32", *SMALL, *settings)
     with running_cluster(config) as cluster:
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
-            answers = await ask_all(channel, prompts, NEW, at_once=3)
-            if not any("int8" in setting for setting in settings):
-                assert [answer.tokens for answer in answers] == expected
-            await wait_idle(channel)
-            turns = [[*prompt, *answer.tokens, 7, 8] for prompt, answer in zip(prompts, answers, strict=True)]
-            again = await ask_all(channel, turns, NEW, at_once=3)
-            if not any("int8" in setting for setting in settings):
-                assert [answer.tokens for answer in again] == [greedy(model, turn, NEW) for turn in turns]
-            assert all(answer.cached_tokens for answer in again)
-            await wait_idle(channel)
-            assert not leaks(await status(channel))
+            theirs = partial(greedy, model, count=NEW)
+            assert all(await check_two_turns(channel, prompts, NEW, theirs if is_exact else None))
 
 
 @pytest_asyncio.fixture

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.contract import NO_HOOK, EngineConfig, StepHook, StepOutput
+from mooncake.engine.contract import NO_HOOK, EngineConfig, Reservation, StepHook, StepOutput
 from mooncake.engine.decoding.randomness import splitmix64
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
@@ -120,6 +120,14 @@ def run_all(engine: Engine, hook: StepHook = NO_HOOK, most_steps: int = 5000) ->
         outputs += engine.step(hook)
         assert not engine.is_stalled, "nothing can run any more"
     raise AssertionError("the engine does not come to an end")
+
+
+def reserve_filled(target: Engine, here: Sequence, source: Engine, there: Sequence) -> Reservation:
+    """Reserve room for ``here``, and put into it the KV of ``there``, which holds its blocks."""
+    reservation = target.reserve(here)
+    for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
+        target.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
+    return reservation
 
 
 def answers(outputs: list[StepOutput]) -> dict[str, list[int]]:

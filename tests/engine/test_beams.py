@@ -24,7 +24,16 @@ from mooncake.errors import Cancelled, InternalError, InvalidRequest, NotFinite,
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.sampling import BeamSearch, SamplingParams
 from mooncake.types import FinishReason, SampledToken
-from tests.engine.hash_model import BLOCK, HashModel, answers, hash_engine, hash_sequence, random_prompt, run_all
+from tests.engine.hash_model import (
+    BLOCK,
+    HashModel,
+    answers,
+    hash_engine,
+    hash_sequence,
+    random_prompt,
+    reserve_filled,
+    run_all,
+)
 from tests.engine.windowed_model import windowed_engine
 
 WIDTH = 4
@@ -155,9 +164,7 @@ def test_a_search_goes_on_after_a_hand_off(max_tokens: int, logprobs: int | None
     there = hash_sequence("r", prompt, sampling, num_to_sample=1, hold_blocks=True, eos_ids=(3,))
     source.add(there)
     [output] = run_all(source)
-    reservation = target.reserve(hash_sequence("r", prompt, sampling, eos_ids=(3,)))
-    for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        target.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
+    reserve_filled(target, hash_sequence("r", prompt, sampling, eos_ids=(3,)), source, there)
     source.abort("r")
     with pytest.raises(InvalidRequest, match="no candidates"):
         target.start_reserved("r", [SampledToken(0, output.token.token_id)])

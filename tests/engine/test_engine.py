@@ -47,6 +47,7 @@ from tests.engine.hash_model import (
     hash_sequence,
     logits_after,
     random_prompt,
+    reserve_filled,
     run_all,
     running_checksums,
     true_answer,
@@ -400,9 +401,7 @@ def hand_off(source: Engine, target: Engine, prompt: list[int], sampling: Sampli
     there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True)
     source.add(there)
     outputs = sorted(run_all(source), key=lambda output: output.choice)
-    reservation = target.reserve(hash_sequence(name, prompt, sampling))
-    for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        target.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
+    reserve_filled(target, hash_sequence(name, prompt, sampling), source, there)
     source.abort(name)
     target.start_reserved(name, [output.token for output in outputs])
 

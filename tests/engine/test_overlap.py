@@ -14,7 +14,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad, StepPlan
 from mooncake.errors import InternalError, KVLoadFailed, MooncakeError, OutOfBlocks
 from mooncake.sampling import SamplingParams
-from mooncake.types import FinishReason, SampledToken
+from mooncake.types import FinishReason
 from tests.engine.hash_model import (
     GREEDY,
     HashModel,
@@ -22,6 +22,7 @@ from tests.engine.hash_model import (
     hash_engine,
     hash_sequence,
     random_prompt,
+    reserve_filled,
     run_all,
     true_answer,
 )
@@ -144,17 +145,17 @@ def test_who_waits_in_vain_does_not_hold_the_others_up() -> None:
     assert_empty(engine, model)
 
 
-def hand_over(engine: Engine, name: str, prompt: list[int], sampling: SamplingParams, seen: list[int]) -> None:
-    """Hand over a prompt that another engine has computed; its bytes are in place at once."""
+def hand_over(
+    engine: Engine, name: str, prompt: list[int], sampling: SamplingParams, eos: tuple[int, ...] = ()
+) -> list[int]:
+    """Hand over a prompt that another engine has computed; its bytes are in place at once. Returns its blocks."""
     source = hash_engine()
-    there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True)
+    there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True, eos_ids=eos)
     source.add(there)
     outputs = sorted(run_all(source), key=lambda output: output.choice)
-    reservation = engine.reserve(hash_sequence(name, prompt, sampling))
-    for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
-    seen += reservation.block_ids
+    reservation = reserve_filled(engine, hash_sequence(name, prompt, sampling, eos_ids=eos), source, there)
     engine.start_reserved(name, [output.token for output in outputs])
+    return reservation.block_ids
 
 
 def test_a_sequence_that_is_handed_over_joins_without_a_pause() -> None:
@@ -165,7 +166,7 @@ def test_a_sequence_that_is_handed_over_joins_without_a_pause() -> None:
     before = model.num_started - model.num_overlapped
     prompts = {f"r{i}": random_prompt(6 + i, i + 1) for i in range(3)}
     for name, prompt in prompts.items():
-        hand_over(engine, name, prompt, sampling, [])
+        hand_over(engine, name, prompt, sampling)
         outputs += engine.step()
     outputs += run_all(engine)
     assert model.num_started - model.num_overlapped == before
@@ -190,8 +191,7 @@ def test_blocks_of_a_step_under_way_are_given_to_nobody() -> None:
             engine.end_choice("r", 0)
         elif how != "stop":
             engine.abort("r")
-        written: list[int] = []
-        hand_over(engine, "new", random_prompt(8, 2), GREEDY, written)
+        written = hand_over(engine, "new", random_prompt(8, 2), GREEDY)
         assert written and not set(written) & step.touched, how
         outputs += run_all(engine)
         assert answers(outputs)["new"] == true_answer(random_prompt(8, 2), 12)
@@ -335,7 +335,7 @@ def test_a_random_life_gives_the_tokens_of_an_engine_that_never_overlaps(round_:
             hold = bool(sampling.n == 1 and random.random() < 0.2)
             if random.random() < 0.4:
                 try:
-                    hand_over_with(engine, name, prompt, sampling, eos)
+                    hand_over(engine, name, prompt, sampling, eos)
                 except OutOfBlocks:
                     continue
             else:
@@ -365,20 +365,6 @@ def test_a_random_life_gives_the_tokens_of_an_engine_that_never_overlaps(round_:
         assert mine == (tokens[: len(mine)] if name.split("#")[0] in gone else tokens), name
     assert_empty(engine, model)
     assert model.num_overlapped > 0 or max_async_sequences < 1000
-
-
-def hand_over_with(
-    engine: Engine, name: str, prompt: list[int], sampling: SamplingParams, eos: tuple[int, ...]
-) -> None:
-    """Like ``hand_over``, but its bytes arrive some steps later."""
-    source = hash_engine()
-    there = hash_sequence(name, prompt, sampling, num_to_sample=1, hold_blocks=True, eos_ids=eos)
-    source.add(there)
-    tokens: list[SampledToken] = [o.token for o in sorted(run_all(source), key=lambda output: output.choice)]
-    reservation = engine.reserve(hash_sequence(name, prompt, sampling, eos_ids=eos))
-    for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-        engine.cache.memory[block_id] = source.cache.memory[there.blocks.block_table[index]]
-    engine.start_reserved(name, tokens)
 
 
 def test_guesses_are_made_as_before() -> None:

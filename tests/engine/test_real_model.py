@@ -18,7 +18,7 @@ from mooncake.hashing import Chain
 from mooncake.model import CausalLM, load_model
 from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
-from tests.engine.hash_model import answers, run_all
+from tests.engine.hash_model import answers, reserve_filled, run_all
 
 BLOCK = 64
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -129,9 +129,7 @@ def test_decode_goes_on_from_blocks_that_another_engine_computed(
         source = sequence(label + name, prompt, sampling, num_to_sample=1, hold_blocks=True)
         prefill.add(source)
         [output] = run_all(prefill)
-        reservation = decode.reserve(sequence(label + name, prompt, sampling))
-        for index, block_id in enumerate(reservation.block_ids, reservation.first_block):
-            decode.cache.memory[block_id] = prefill.cache.memory[source.blocks.block_table[index]]
+        reserve_filled(decode, sequence(label + name, prompt, sampling), prefill, source)
         prefill.abort(label + name)
         decode.start_reserved(label + name, [output.token])
     got = answers(run_all(decode))

@@ -9,21 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from greedy import NEW_TOKENS
+from greedy import NEW_TOKENS, greedy_answers
 from tiny_families import FAMILIES, VOCAB, YARN, Published
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.engine import Engine
-from mooncake.engine.sequence import Sequence
 from mooncake.errors import ModelError
-from mooncake.hashing import Chain
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.load import load_model
 from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
-from mooncake.sampling import SamplingParams
 
 
 @pytest.fixture(params=FAMILIES, scope="module")
@@ -39,17 +36,7 @@ def answers(
     layout = checkpoint.kv_layout(16, "float32")
     limit = checkpoint.config.max_model_len
     engine = Engine(model, KVCache(layout, 80), EngineConfig(16, chunk_tokens, 8, limit))
-    for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-        tokens = np.array(prompt, np.uint32)
-        engine.add(
-            Sequence(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=limit)
-        )
-    found: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work:
-        for output in engine.step():
-            found[int(output.request_id)].append(output.token.token_id)
-    return found
+    return greedy_answers(engine, prompts, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from greedy import greedy_answers
 from ranks import ranks_of
 from tiny_model import write_tiny_model
 from waiting import is_running
@@ -22,9 +23,7 @@ from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.engine import Engine
-from mooncake.engine.sequence import Sequence
 from mooncake.errors import InternalError, ModelError, NodeUnavailable
-from mooncake.hashing import Chain
 from mooncake.model.load import load_model
 from mooncake.model.parallel.context_parallel import ContextParallelModel
 from mooncake.model.parallel.shards import shard_config, shard_weights
@@ -48,21 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def answers(engine: Engine, prompts: list[Many[int]], new_tokens: int) -> list[list[int]]:
-    limit = engine.config.max_model_len
-    for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True).for_engine()
-        tokens = np.array(prompt, np.uint32)
-        engine.add(
-            Sequence(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=limit)
-        )
-    found: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work:
-        for output in engine.step():
-            found[int(output.request_id)].append(output.token.token_id)
-    return found
-
-
 def config_of(limit: int) -> EngineConfig:
     return EngineConfig(BLOCK_TOKENS, 32, 8, limit)
 
@@ -70,7 +54,7 @@ def config_of(limit: int) -> EngineConfig:
 def whole(model: str, prompts: list[Many[int]], new_tokens: int, limit: int = 256) -> list[list[int]]:
     checkpoint = open_checkpoint(model)
     cache = KVCache(checkpoint.kv_layout(BLOCK_TOKENS, "float32"), NUM_BLOCKS)
-    return answers(Engine(load_model(checkpoint, FLOAT32), cache, config_of(limit)), prompts, new_tokens)
+    return greedy_answers(Engine(load_model(checkpoint, FLOAT32), cache, config_of(limit)), prompts, new_tokens)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -79,7 +63,7 @@ def test_ranks_give_the_tokens_of_one_process(folder: Path, size: int) -> None:
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 300, length).tolist() for length in (70, 5, 33)]
     with ranks_of(str(folder), size, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
-        found = answers(Engine(ranks.model, ranks.cache, config_of(256)), prompts, 16)
+        found = greedy_answers(Engine(ranks.model, ranks.cache, config_of(256)), prompts, 16)
     assert found == whole(str(folder), prompts, 16)
 
 
@@ -91,14 +75,14 @@ def test_a_vocabulary_that_does_not_divide_gives_the_tokens_of_one_process(is_ti
     wanted = whole(str(tmp_path), prompts, 16)
     assert {token < 160 for tokens in wanted for token in tokens} == {True, False}, "one part gives all tokens"
     with ranks_of(str(tmp_path), 2, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
-        assert answers(Engine(ranks.model, ranks.cache, config_of(256)), prompts, 16) == wanted
+        assert greedy_answers(Engine(ranks.model, ranks.cache, config_of(256)), prompts, 16) == wanted
 
 
 @pytest.mark.slow
 def test_the_real_model_on_three_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     prompts = [np.random.default_rng(1).integers(100, 40_000, length).tolist() for length in (150, 20)]
     with ranks_of("smollm2", 3, NUM_BLOCKS, BLOCK_TOKENS, 512) as ranks:
-        found = answers(Engine(ranks.model, ranks.cache, config_of(512)), prompts, 24)
+        found = greedy_answers(Engine(ranks.model, ranks.cache, config_of(512)), prompts, 24)
     assert found == whole("smollm2", prompts, 24, 512)
     assert "Traceback" not in capfd.readouterr().err
 
@@ -131,12 +115,12 @@ def test_the_parts_of_a_layer_are_the_layer(folder: Path) -> None:
 def test_a_dead_rank_is_an_error_and_not_a_hang(folder: Path) -> None:
     with ranks_of(str(folder), 2, NUM_BLOCKS, BLOCK_TOKENS) as ranks:
         engine = Engine(ranks.model, ranks.cache, config_of(256))
-        assert answers(engine, [[5, 6, 7]], 2)
+        assert greedy_answers(engine, [[5, 6, 7]], 2)
         [worker] = ranks.model._workers.processes
         worker.kill()
         worker.wait()
         with pytest.raises(NodeUnavailable, match=r"ranks \[1\] have failed"):
-            answers(engine, [[8, 9]], 8)
+            greedy_answers(engine, [[8, 9]], 8)
 
 
 def test_after_an_interrupt_no_step_hangs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

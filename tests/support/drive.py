@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,37 @@ async def ask_all(
             return await ask(channel, prompt, max_tokens, **kwargs)
 
     return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+
+
+async def check_twice(
+    channel: grpc.aio.Channel, prompts: list[list[int]], wanted: list[list[int]], cached_tokens: int
+) -> None:
+    """The answers are those wanted, and when asked again, so many tokens of each prompt are reused."""
+    for cached in (0, cached_tokens):
+        pairs = zip(prompts, wanted, strict=True)
+        answers = await asyncio.gather(*(ask(channel, prompt, len(tokens)) for prompt, tokens in pairs))
+        assert [answer.tokens for answer in answers] == wanted
+        assert [answer.cached_tokens for answer in answers] == [cached] * len(prompts)
+        await wait_idle(channel)
+
+
+async def check_two_turns(
+    channel: grpc.aio.Channel,
+    prompts: list[list[int]],
+    max_tokens: int,
+    expected: Callable[[list[int]], list[int]] | None,
+) -> list[int]:
+    """The answers, and those to turns that go on with them, are as ``expected`` (None: not compared), and nothing is
+    held at the end. Returns how many tokens of each second turn were reused."""
+    turns, cached = prompts, list[int]()
+    for _ in range(2):
+        answers = await ask_all(channel, turns, max_tokens, at_once=3)
+        assert expected is None or [answer.tokens for answer in answers] == [expected(turn) for turn in turns]
+        turns = [[*turn, *answer.tokens, 7, 8] for turn, answer in zip(turns, answers, strict=True)]
+        cached = [answer.cached_tokens for answer in answers]
+        await wait_idle(channel)
+    assert not leaks(await status(channel))
+    return cached
 
 
 async def status(channel: grpc.aio.Channel) -> cluster_pb2.StatusResponse:

@@ -1,11 +1,17 @@
-"""Greedy answers of transformers' models, told by one pass where one knows what they ought to be."""
+"""Greedy answers: of transformers' models, told by one pass where one knows what they ought to be, and of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+
+from mooncake.engine.engine import Engine
+from mooncake.engine.sequence import Sequence as Asked
+from mooncake.hashing import Chain
+from mooncake.sampling import SamplingParams
 
 NEW_TOKENS = 12  # of an answer
 
@@ -27,6 +33,19 @@ def greedy(model: Any, prompt: Sequence[int], count: int, guess: Sequence[int] =
         if chosen == found:
             return found
         found = chosen
+
+
+def greedy_answers(engine: Engine, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """The engine's, all in one batch; nothing ends them early."""
+    sampling, limit = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True), engine.config.max_model_len
+    for index, prompt in enumerate(prompts):
+        tokens = np.array(prompt, np.uint32)
+        engine.add(Asked(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=limit))
+    found: list[list[int]] = [[] for _ in prompts]
+    while engine.has_work:
+        for output in engine.step():
+            found[int(output.request_id)].append(output.token.token_id)
+    return found
 
 
 class Answering:

@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from greedy import NEW_TOKENS, Answering
+from greedy import NEW_TOKENS, Answering, greedy_answers
 from tiny_model import LATENT, write_tiny_model
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import Cache, CausalModel, EngineConfig
 from mooncake.engine.engine import Engine
-from mooncake.engine.sequence import Sequence
-from mooncake.hashing import Chain
 from mooncake.kernels import choose_kernels, reference
 from mooncake.model.load import load_model
 from mooncake.precision import FLOAT32, WeightFormat
-from mooncake.sampling import SamplingParams
 
 BLOCK_TOKENS, NUM_BLOCKS = 16, 60
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in enumerate((70, 5, 33))]
@@ -74,15 +71,7 @@ class Published(Answering):
 def answers(model: CausalModel, cache: Cache, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     """Greedy tokens through the engine: prompts in chunks, then all in one batch."""
     engine = Engine(model, cache, EngineConfig(BLOCK_TOKENS, 32, 8, 256))
-    for index, prompt in enumerate(prompts):
-        sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-        tokens = np.array(prompt, np.uint32)
-        engine.add(Sequence(str(index), tokens, len(tokens), sampling, Chain(bytes(32)), eos_ids=(), max_model_len=256))
-    found: list[list[int]] = [[] for _ in prompts]
-    while engine.has_work:
-        for output in engine.step():
-            found[int(output.request_id)].append(output.token.token_id)
-    return found
+    return greedy_answers(engine, prompts, NEW_TOKENS)
 
 
 def answers_of(
