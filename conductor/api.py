@@ -86,7 +86,8 @@ class Delta:
 
 
 class Generator(Protocol):
-    """The seam between ingress and the core. Tests of ingress use a fake of a few lines."""
+    """The seam between ingress and the core: ``dispatch.dispatcher.Dispatcher``. Tests of ingress use a fake of a few
+    lines."""
 
     def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """Stream deltas until every answer has a finish reason. Closing the generator cancels the request everywhere.

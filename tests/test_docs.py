@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -55,6 +56,15 @@ def test_every_setting_that_is_named_exists(name: str) -> None:
     named = re.findall(rf"`({'|'.join(sections)})\.([a-z_]+)\b(?!\()", (ROOT / name).read_text())
     unknown = [f"{section}.{key}" for section, key in named if key not in get_type_hints(sections[section])]
     assert [key for key in unknown if not key.endswith((".py", ".md"))] == []
+
+
+def test_the_way_of_a_request_leads_from_definition_to_definition() -> None:
+    hops = re.findall(r"^[ →] (\w+)\.(\w+) +([\w/]+\.py)", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
+    assert len(hops) > 15
+    for owner, method, path in hops:
+        [found] = [node for node in ast.parse((ROOT / path).read_text()).body if getattr(node, "name", "") == owner]
+        assert isinstance(found, ast.ClassDef)
+        assert method in [getattr(node, "name", "") for node in found.body], f"{owner}.{method}"
 
 
 def test_flags_of_other_servers_are_told_apart_as_the_guide_does() -> None:
