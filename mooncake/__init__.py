@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mooncake import errors
-    from mooncake.async_llm import AsyncLLM, AsyncLLMEngine
     from mooncake.client import Client
-    from mooncake.engine_args import AsyncEngineArgs, EngineArgs
-    from mooncake.llm import LLM
-    from mooncake.llm_answers import CompletionOutput, RequestMetrics, RequestOutput
-    from mooncake.llm_inputs import LoRARequest, TextPrompt, TokensPrompt
+    from mooncake.in_process.answers import CompletionOutput, RequestMetrics, RequestOutput
+    from mooncake.in_process.async_llm import AsyncLLM, AsyncLLMEngine
+    from mooncake.in_process.engine_args import AsyncEngineArgs, EngineArgs
+    from mooncake.in_process.inputs import LoRARequest, TextPrompt, TokensPrompt
+    from mooncake.in_process.llm import LLM
     from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, ThinkingBudget
     from mooncake.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
     from mooncake.tls import Tls
@@ -56,18 +56,18 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "mooncake.llm",
-    "AsyncLLM": "mooncake.async_llm",
-    "AsyncLLMEngine": "mooncake.async_llm",
-    "AsyncEngineArgs": "mooncake.engine_args",
-    "EngineArgs": "mooncake.engine_args",
+    "LLM": "mooncake.in_process.llm",
+    "AsyncLLM": "mooncake.in_process.async_llm",
+    "AsyncLLMEngine": "mooncake.in_process.async_llm",
+    "AsyncEngineArgs": "mooncake.in_process.engine_args",
+    "EngineArgs": "mooncake.in_process.engine_args",
     "Client": "mooncake.client",
-    "CompletionOutput": "mooncake.llm_answers",
-    "RequestMetrics": "mooncake.llm_answers",
-    "RequestOutput": "mooncake.llm_answers",
-    "LoRARequest": "mooncake.llm_inputs",
-    "TextPrompt": "mooncake.llm_inputs",
-    "TokensPrompt": "mooncake.llm_inputs",
+    "CompletionOutput": "mooncake.in_process.answers",
+    "RequestMetrics": "mooncake.in_process.answers",
+    "RequestOutput": "mooncake.in_process.answers",
+    "LoRARequest": "mooncake.in_process.inputs",
+    "TextPrompt": "mooncake.in_process.inputs",
+    "TokensPrompt": "mooncake.in_process.inputs",
     "BeamSearchParams": "mooncake.sampling_params",
     "RequestOutputKind": "mooncake.sampling_params",
     "SamplingParams": "mooncake.sampling_params",

@@ -30,8 +30,6 @@ ALLOWED: dict[str, set[str]] = {
     "mooncake.model": CORE | {"mooncake.kernels"},
     "mooncake.engine": CORE | {"mooncake.kernels", "mooncake.model"},
     "mooncake.in_process": CORE | COMPUTE,
-    "mooncake.llm": CORE | COMPUTE | {"mooncake.in_process"},
-    "mooncake.async_llm": CORE | COMPUTE | {"mooncake.in_process"},
     "mooncake.engine_node": CORE | COMPUTE | {"kvstore"},
     "kvstore": CORE,
     "prefill_node": CORE | COMPUTE | {"kvstore", "mooncake.engine_node"},
@@ -57,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     | COMPUTE
     | CONDUCTOR
     | INGRESS
-    | {"mooncake.engine_node", "mooncake.llm", "kvstore", "prefill_node", "decode_node", "conductor"},
+    | {"mooncake.engine_node", "mooncake.in_process", "kvstore", "prefill_node", "decode_node", "conductor"},
 }
 
 # Third-party libraries that only these rooms (or single modules) may import.
@@ -79,7 +77,7 @@ HEAVY: dict[str, set[str]] = {
     "ray": {"mooncake.app.cluster.ray_cluster", "mooncake.app.cluster.ray_head", "mooncake.app.cluster.ray_node"},
     "matplotlib": {"mooncake.app.plots"},
     "typer": {"mooncake.app"},
-    "rich": {"mooncake.app", "mooncake.in_process", "mooncake.llm"},
+    "rich": {"mooncake.app", "mooncake.in_process"},
     "starlette": {"conductor"},
     "redis": {"kvstore.metadata.redis"},
     "uvicorn": {"conductor"},

@@ -24,7 +24,7 @@ from mooncake.engine.sequence import Sequence
 from mooncake.errors import ConfigError, MooncakeError
 from mooncake.events import EventLog
 from mooncake.hashing import Chain
-from mooncake.llm_answers import DraftTokens
+from mooncake.in_process.answers import DraftTokens
 from mooncake.model.batch import ForwardBatch, LayerHook
 from mooncake.model.load import load_model
 from mooncake.precision import FLOAT32, resolve_precision

@@ -18,7 +18,7 @@ from tiny_model import write_tiny_model
 
 from mooncake import LLM, SamplingParams
 from mooncake.errors import ConfigError, ContextTooLong, InvalidRequest
-from mooncake.interrupts import HeldInterrupts
+from mooncake.in_process.interrupts import HeldInterrupts
 from mooncake.text.chat_template import ChatMessage
 from mooncake.types import FinishReason
 

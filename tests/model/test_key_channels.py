@@ -14,9 +14,9 @@ from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.config import load_config
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError, ModelError
+from mooncake.in_process.llm import LLM
 from mooncake.kernels import choose_kernels, reference
 from mooncake.key_scales import KeyScales, load_key_scales, save_key_scales
-from mooncake.llm import LLM
 from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.layers import Weights
 from mooncake.model.reading.key_channels import with_scaled_keys

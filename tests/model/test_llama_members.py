@@ -17,8 +17,8 @@ from transformers import AutoConfig
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import ModelError
+from mooncake.in_process.llm import LLM
 from mooncake.kernels.reference import quantise_rows
-from mooncake.llm import LLM
 from mooncake.model.load import load_model
 from mooncake.precision import FLOAT32
 from mooncake.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from pathlib import Path
 from mooncake.app.bench.report import Figure, Report, tell
 from mooncake.app.cli.flags import Flags
 from mooncake.errors import ConfigError, InternalError
-from mooncake.llm import LLM
+from mooncake.in_process.llm import LLM
 from mooncake.sampling_params import SamplingParams
 
 PASSAGE = (

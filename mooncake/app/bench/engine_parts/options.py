@@ -9,8 +9,8 @@ import torch
 
 from mooncake.app.cli.flags import Flags, names, numbers
 from mooncake.engine.contract import EngineConfig
-from mooncake.engine_args import CHUNK_TOKENS
 from mooncake.errors import ConfigError
+from mooncake.in_process.engine_args import CHUNK_TOKENS
 from mooncake.precision import DTYPES, KV_DTYPES, WEIGHTS, Precision, resolve_precision
 
 PEERS = ("transformers", "vllm", "llama.cpp")

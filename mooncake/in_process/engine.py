@@ -35,13 +35,13 @@ from mooncake.engine.backends.backend import (
 )
 from mooncake.engine.contract import EngineConfig, check_least
 from mooncake.engine.engine import Engine
-from mooncake.engine_args import EngineArgs
 from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
-from mooncake.llm_answers import Draft
-from mooncake.llm_inputs import Adapters, LoRARequests, adapter_places, check_counts, new_adapters
-from mooncake.llm_tokenizer import RenderedChat
+from mooncake.in_process.answers import Draft
+from mooncake.in_process.engine_args import EngineArgs
+from mooncake.in_process.inputs import Adapters, LoRARequests, adapter_places, check_counts, new_adapters
+from mooncake.in_process.tokenizer import RenderedChat
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
 from mooncake.sampling import SamplingParams as EngineSampling
 from mooncake.sampling_params import SamplingParams

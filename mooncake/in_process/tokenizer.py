@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 import numpy as np
 
 from mooncake.errors import InvalidRequest
-from mooncake.llm_inputs import Message, conversation_list, template_variables, with_template
+from mooncake.in_process.inputs import Message, conversation_list, template_variables, with_template
 from mooncake.text.chat_template import ChatMessage
 from mooncake.text.tokenizer import Tokenizer
 from mooncake.types import TokenIds

@@ -22,13 +22,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from mooncake.engine_args import CHUNK_TOKENS, EngineArgs
 from mooncake.errors import InternalError, InvalidRequest
-from mooncake.in_process import InProcessEngine
-from mooncake.interrupts import HeldInterrupts
-from mooncake.llm_absent import OF_CALLS, OF_LLM, absent_because, says_counterparts
-from mooncake.llm_answers import BeamSearchOutput, Completion, Draft, DraftTokens, beams_of
-from mooncake.llm_inputs import (
+from mooncake.in_process.answers import BeamSearchOutput, Completion, Draft, DraftTokens, beams_of
+from mooncake.in_process.engine import InProcessEngine
+from mooncake.in_process.engine_args import CHUNK_TOKENS, EngineArgs
+from mooncake.in_process.inputs import (
     Adapters,
     LoRARequests,
     Message,
@@ -42,7 +40,9 @@ from mooncake.llm_inputs import (
     warn_of_spelled_control,
     with_template,
 )
-from mooncake.llm_tokenizer import LLMTokenizer, RenderedChat
+from mooncake.in_process.interrupts import HeldInterrupts
+from mooncake.in_process.tokenizer import LLMTokenizer, RenderedChat
+from mooncake.llm_absent import OF_CALLS, OF_LLM, absent_because, says_counterparts
 from mooncake.sampling import MAX_TOP_LOGPROBS, check_type
 from mooncake.sampling_params import BeamSearchParams, SamplingParams
 from mooncake.types import TokenIds

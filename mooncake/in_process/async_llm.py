@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING
 
 from mooncake.engine.contract import StepOutput
 from mooncake.engine.loop import EngineThread
-from mooncake.engine_args import EngineArgs
 from mooncake.errors import InvalidRequest, MooncakeError
-from mooncake.in_process import InProcessEngine
-from mooncake.llm_absent import OF_ASYNC_CALLS, OF_LLM, absent_because, says_counterparts
-from mooncake.llm_answers import Completion, Draft
-from mooncake.llm_inputs import (
+from mooncake.in_process.answers import Completion, Draft
+from mooncake.in_process.engine import InProcessEngine
+from mooncake.in_process.engine_args import EngineArgs
+from mooncake.in_process.inputs import (
     GivenPrompt,
     LoRARequest,
     Prompt,
@@ -36,7 +35,8 @@ from mooncake.llm_inputs import (
     prompt_list,
     warn_of_spelled_control,
 )
-from mooncake.llm_tokenizer import LLMTokenizer, RenderedChat
+from mooncake.in_process.tokenizer import LLMTokenizer, RenderedChat
+from mooncake.llm_absent import OF_ASYNC_CALLS, OF_LLM, absent_because, says_counterparts
 from mooncake.sampling import check_type
 from mooncake.sampling_params import RequestOutputKind, SamplingParams
 from mooncake.threads import Threads

@@ -1,0 +1,1 @@
+"""A model with its engine in this process, without a cluster: ``mooncake.LLM`` and ``AsyncLLM``."""
