@@ -14,6 +14,7 @@ Letters as in ``reference``; ``C`` channels of the convolution, ``Hk`` and ``Hv`
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -100,9 +101,7 @@ def gated_delta(
     values = channels - 2 * keys
     tail = (len(taps) - 1) * channels
     outputs = inputs.new_empty((len(inputs), num_heads, values // num_heads))
-    starts, sources, targets = (each.tolist() for each in (runs.starts, runs.sources, runs.targets))
-    for first, end, source, target in zip(starts, starts[1:], sources, targets, strict=False):
-        state = torch.zeros_like(states[target]) if source == NO_PAGE else states[source].clone()
+    for first, end, state, target in _each(runs, states):
         seen = torch.cat([state[:tail].view(-1, channels), inputs[first:end]])
         mixed = _convolved(seen, taps)
         query, key, value = torch.split(torch.nn.functional.silu(mixed), [keys, keys, values], dim=1)
@@ -147,9 +146,7 @@ def state_space(
     values = channels - 2 * of_group
     tail = (len(taps) - 1) * channels
     outputs = inputs.new_empty((len(inputs), num_heads, values // num_heads))
-    starts, sources, targets = (each.tolist() for each in (runs.starts, runs.sources, runs.targets))
-    for first, end, source, target in zip(starts, starts[1:], sources, targets, strict=False):
-        state = torch.zeros_like(states[target]) if source == NO_PAGE else states[source].clone()
+    for first, end, state, target in _each(runs, states):
         seen = torch.cat([state[:tail].view(-1, channels), inputs[first:end]])
         mixed = torch.nn.functional.silu(_convolved(seen, taps) + bias)
         value, key, query = torch.split(mixed, [values, of_group, of_group], dim=1)
@@ -171,13 +168,18 @@ def state_space(
 def short_convolution(inputs: torch.Tensor, taps: torch.Tensor, states: torch.Tensor, runs: Runs) -> torch.Tensor:
     """``[T, C]``: the convolution of ``gated_delta`` alone, whose states have no matrices."""
     channels, outputs = inputs.shape[1], torch.empty_like(inputs)
-    starts, sources, targets = (each.tolist() for each in (runs.starts, runs.sources, runs.targets))
-    for first, end, source, target in zip(starts, starts[1:], sources, targets, strict=False):
-        state = torch.zeros_like(states[target]) if source == NO_PAGE else states[source].clone()
+    for first, end, state, target in _each(runs, states):
         seen = torch.cat([state.view(-1, channels), inputs[first:end]])
         outputs[first:end] = _convolved(seen, taps)
         states[target] = seen[end - first :].flatten()
     return outputs
+
+
+def _each(runs: Runs, states: torch.Tensor) -> Iterator[tuple[int, int, torch.Tensor, int]]:
+    """Each run's tokens, from one to before the other; a copy of the state before them; and where it goes."""
+    starts, sources, targets = (each.tolist() for each in (runs.starts, runs.sources, runs.targets))
+    for first, end, source, target in zip(starts, starts[1:], sources, targets, strict=False):
+        yield first, end, torch.zeros_like(states[target]) if source == NO_PAGE else states[source].clone(), target
 
 
 def _convolved(seen: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
