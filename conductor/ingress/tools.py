@@ -131,15 +131,7 @@ def tools_of(
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice needs tools", "tool_choice")
         return None
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(f"at most {MAX_TOOLS} tools are allowed", "tools")
-    for number, tool in enumerate(tools):
-        if tool.type != "function":
-            what = f"a tool of the type {shown(tool.type)} is not called here, only functions are"
-            raise InvalidRequest(what, f"tools[{number}]")
-        if not _NAME.fullmatch(tool.function.name):
-            what = "a tool is a function with a name of up to 128 letters, digits, _ and -"
-            raise InvalidRequest(what, f"tools[{number}]")
+    _check(tools)
     functions = tuple(tool.function for tool in tools)
     match choice:
         case None | "auto":
@@ -154,6 +146,19 @@ def tools_of(
                 raise InvalidRequest(f"there is no tool {shown(name)} to choose", "tool_choice")
             return Tools(named, must_call=True)
     raise InvalidRequest("tool_choice is none, auto, required or a function", "tool_choice")
+
+
+def _check(tools: Sequence[Tool]) -> None:
+    """Raises InvalidRequest."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"at most {MAX_TOOLS} tools are allowed", "tools")
+    for number, tool in enumerate(tools):
+        if tool.type != "function":
+            what = f"a tool of the type {shown(tool.type)} is not called here, only functions are"
+            raise InvalidRequest(what, f"tools[{number}]")
+        if not _NAME.fullmatch(tool.function.name):
+            what = "a tool is a function with a name of up to 128 letters, digits, _ and -"
+            raise InvalidRequest(what, f"tools[{number}]")
 
 
 def _allowed(tools: Sequence[Tool], allowed: Sequence[AllowedTool]) -> list[Tool]:

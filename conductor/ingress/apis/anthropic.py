@@ -56,6 +56,10 @@ from mooncake.types import FinishReason
 
 _NOT_OURS = ("n", "stop", "response_format", "stream_options", "prompt_logprobs", "return_token_ids", "use_beam_search")
 _ROLES = ("user", "assistant", "system")
+_OWNERS = {  # of blocks that only one role's turns may have
+    **{kind: ("assistant", f"{kind} is the assistant's") for kind in ("thinking", "redacted_thinking", "tool_use")},
+    "tool_result": ("user", "a tool_result is the user's"),
+}
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -305,17 +309,14 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
     thoughts: list[str] = []
     for number, block in enumerate(turn.content):
         place = f"{where}.content[{number}]"
+        owner, whose = _OWNERS.get(block.type, (turn.role, ""))
+        if turn.role != owner:
+            raise InvalidRequest(f"{whose}: it cannot be in a turn of the {turn.role}", place)
         match block.type:
             case "text":
                 texts.append(content_text(block.text, f"{place}.text"))
             case "document":
                 texts.append(_document(block, place))
-            case "thinking" | "redacted_thinking" | "tool_use" if turn.role != "assistant":
-                raise InvalidRequest(
-                    f"{block.type} is the assistant's: it cannot be in a turn of the {turn.role}", place
-                )
-            case "tool_result" if turn.role != "user":
-                raise InvalidRequest(f"a tool_result is the user's: it cannot be in a turn of the {turn.role}", place)
             case "thinking":
                 thoughts.append(block.thinking or "")
             case "redacted_thinking":
