@@ -350,7 +350,7 @@ def elementwise_cases() -> Iterator[Case]:
             {
                 **{"NUM_HEADS": 32, "HEADS": TURNED_PAIRS // half_pad, "HALF": half, "HALF_PAD": half_pad},
                 **{"NUM_KV_HEADS": kv_heads, "KV_HEADS_PAD": max(kv_heads, 1), "HAS_VALUES": half != 288},
-                **{"BLOCK_TOKENS": 64, "NORMED": pages == "bfloat16", "ROTATED": True, "SCALED": pages != "bfloat16"},
+                **{"BLOCK_TOKENS": 64, "NORMED": pages == "bfloat16", "SCALED": pages != "bfloat16"},
                 "MAX_CODE": 448.0 if pages == "float8" else 127.0,
             },
         )

@@ -325,7 +325,7 @@ class RdmaPath:
     def _announce(self, link: Link) -> None:
         """Tell the owner how much was written: it cannot see one-sided writes. Nobody waits for this to arrive."""
         if self._unannounced_bytes:
-            link.queue_pair.post_notice(NOTICE_TAG, min(self._unannounced_bytes, 0xFFFFFFFF), signal=False)
+            link.queue_pair.post_notice(NOTICE_TAG, min(self._unannounced_bytes, 0xFFFFFFFF))
             self._unannounced_bytes = 0
 
 

@@ -250,10 +250,11 @@ class QueuePair:
     def post_read(self, tag: int, local: int, lkey: int, nbytes: int, remote: int, rkey: int, signal: bool) -> None:
         self._post(self._read, tag, local, lkey, nbytes, remote, rkey, signal)
 
-    def post_notice(self, tag: int, immediate: int, signal: bool) -> None:
-        """A zero-byte write with 32 bits of immediate data: takes one receive of the peer, and needs no key."""
+    def post_notice(self, tag: int, immediate: int) -> None:
+        """A zero-byte write with 32 bits of immediate data: takes one receive of the peer, and needs no key. Only its
+        failure is told."""
         self._send.imm_data = immediate
-        self._post(self._write_immediate, tag, 0, 0, 0, 0, 0, signal)
+        self._post(self._write_immediate, tag, 0, 0, 0, 0, 0, signal=False)
 
     def post_message(self, tag: int, memory: Registration, nbytes: int) -> None:
         self._post(self._send_opcode, tag, memory.address, memory.lkey, nbytes, 0, 0, signal=True)

@@ -185,7 +185,6 @@ class GpuKernels:
                 HALF_PAD=half_pad,
                 BLOCK_TOKENS=block_tokens,
                 NORMED=normed,
-                ROTATED=True,
                 SCALED=scales is not None,
                 HAS_VALUES=num_kinds == 2,
                 MAX_CODE=_max_code(cache_layer.dtype),

@@ -120,7 +120,6 @@ def rope_write_kv(
     HALF_PAD: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     NORMED: tl.constexpr,
-    ROTATED: tl.constexpr,
     SCALED: tl.constexpr,
     HAS_VALUES: tl.constexpr,
     MAX_CODE: tl.constexpr,
@@ -147,8 +146,7 @@ def rope_write_kv(
     high = tl.load(row + at + HALF, mask=ok, other=0.0).to(tl.float32)
     if NORMED:
         low, high = _head_norm(low, high, query_norm, halves, half_ok, HALF, eps, kind)
-    if ROTATED:
-        low, high = low * cosine - high * sine, high * cosine + low * sine
+    low, high = low * cosine - high * sine, high * cosine + low * sine
     tl.store(row + at, low.to(kind), mask=ok)
     tl.store(row + at + HALF, high.to(kind), mask=ok)
 
@@ -165,8 +163,7 @@ def rope_write_kv(
     high = tl.load(row + at + HALF, mask=ok, other=0.0).to(tl.float32)
     if NORMED:
         low, high = _head_norm(low, high, key_norm, halves, half_ok, HALF, eps, kind)
-    if ROTATED:
-        low, high = low * cosine - high * sine, high * cosine + low * sine
+    low, high = low * cosine - high * sine, high * cosine + low * sine
     low, high = low.to(kind).to(tl.float32), high.to(kind).to(tl.float32)
     block, in_block = slot // BLOCK_TOKENS, slot % BLOCK_TOKENS
     to = block * block_stride + kv_heads[:, None] * head_stride + in_block * row_stride + halves[None, :]
