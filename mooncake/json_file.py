@@ -1,4 +1,5 @@
-"""Reads JSON: files of a model, with a size limit, and values of settings; every mistake is one sentence."""
+"""Reads JSON: files of a model, with a size limit, values of settings, and files of lines; every mistake is one
+sentence."""
 
 from __future__ import annotations
 
@@ -25,6 +26,15 @@ def read_json(path: Path, why: str = "") -> dict[str, object]:
     if not isinstance(tree, dict):
         raise ModelError(f"{path} must hold a JSON object")
     return tree
+
+
+def filled_lines(file: Path) -> list[tuple[str, str]]:
+    """Where each line of a file is that is not blank, in words, and the line. Raises ConfigError."""
+    try:
+        lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of lines, as they are
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+    return [(f"{file}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def json_object(text: str, name: str) -> dict[str, object]:

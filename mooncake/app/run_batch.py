@@ -26,6 +26,7 @@ from mooncake.api_keys import bearer, own_api_key
 from mooncake.app.batch_results import BatchAnswer, BatchResults
 from mooncake.app.console import counted, err
 from mooncake.errors import ConfigError, NodeUnavailable
+from mooncake.json_file import filled_lines
 from mooncake.tls import CA_CERTS_ENV, own_tls
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
@@ -108,17 +109,11 @@ def _faulty(request: BatchRequest) -> BatchAnswer:
 
 def read_requests(file: Path) -> list[BatchRequest]:
     """Raises ConfigError, naming the line, for what no result could be told of: no custom_id, or that of another."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of lines, as they are
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
     requests: dict[str, BatchRequest] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        request = _request(line, f"{file}, line {number}")
+    for where, line in filled_lines(file):
+        request = _request(line, where)
         if request.custom_id in requests:
-            raise ConfigError(f"{file}, line {number}: the custom_id {request.custom_id!r} is there twice")
+            raise ConfigError(f"{where}: the custom_id {request.custom_id!r} is there twice")
         requests[request.custom_id] = request
     if not requests:
         raise ConfigError(f"{file} has no requests")

@@ -16,6 +16,7 @@ import msgspec
 
 from mooncake.app.traces.replay import ReplayOptions, plan_arrivals
 from mooncake.errors import ConfigError
+from mooncake.json_file import filled_lines
 from mooncake.trace import TraceRequest, trace_tokens
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -96,12 +97,7 @@ def file_bodies(file: Path, count: int | None, answer_tokens: int) -> list[tuple
     """A request a line: an object with a ``prompt`` or with ``messages``, and any other fields of OpenAI's API, or a
     line of its batch format, which has that as ``body``. ``count`` of them, if there are fewer from the first one on
     again; None: each once. Raises ConfigError, naming the line."""
-    try:
-        lines = file.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
-    filled = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    bodies = [_file_body(line, f"{file}, line {number}", answer_tokens) for number, line in filled]
+    bodies = [_file_body(line, where, answer_tokens) for where, line in filled_lines(file)]
     if not bodies:
         raise ConfigError(f"{file} has no requests")
     return list(islice(cycle(bodies), count or len(bodies)))
