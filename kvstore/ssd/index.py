@@ -117,7 +117,7 @@ class SsdIndex:
         for offset, record in scan.records:
             place = Place(record.segment, offset, record.header_bytes, record.size, record.sequence)
             if record.block is not None and _drop_of(record.block.key, place) not in dropped:
-                self._insert(record.block, place, now)
+                self.insert(record.block, place, now)
             self._segments[record.segment].drops.update(d for d in record.drops if d.segment in self._segments)
         return [number for number, segment in self._segments.items() if not segment.keys and not segment.drops]
 
@@ -194,7 +194,15 @@ class SsdIndex:
 
     def insert(self, header: BlockHeader, place: Place, now: float) -> None:
         """The record is on the disk and durable."""
-        self._insert(header, place, now)
+        before = self._blocks.get(header.key)
+        if before is not None:
+            self._unlink(before)
+            # Otherwise it would return once the new one's segment is gone.
+            self._drops[_drop_of(header.key, before.place)] = None
+        else:
+            self._policy.insert(_policy_block(header), now)
+            self._mark(header.key, True)
+        self._link(SsdBlock(header, place))
 
     def moved(self, key: BlockKey, before: Place, after: Place) -> bool:
         """Compaction copied a record. False when the block has gone or changed meanwhile; the copy is then dead."""
@@ -293,17 +301,6 @@ class SsdIndex:
         assert sum(len(segment.keys) for segment in self._segments.values()) == len(self._blocks)
         assert sum(self._usage.values()) == self.live_bytes and self._usage.keys() == self._by_tenant.keys()
         assert len(self._policy) == len(self._blocks)
-
-    def _insert(self, header: BlockHeader, place: Place, now: float) -> None:
-        before = self._blocks.get(header.key)
-        if before is not None:
-            self._unlink(before)
-            # Otherwise it would return once the new one's segment is gone.
-            self._drops[_drop_of(header.key, before.place)] = None
-        else:
-            self._policy.insert(_policy_block(header), now)
-            self._mark(header.key, True)
-        self._link(SsdBlock(header, place))
 
     def _remove(self, block: SsdBlock, now: float) -> None:
         self._policy.remove(block.header.key, now)

@@ -48,8 +48,8 @@ def lines(
         return _frame(title, x_label, y_label, "")
     low_x, high_x = min(xs), max(*xs, end)
     high_y = max(max(ys), 1e-12)
-    scale_x = _scale(low_x if log_x else min(low_x, 0.0), high_x, LEFT, WIDTH - RIGHT, log_x)
-    scale_y = _scale(0.0, high_y, HEIGHT - BOTTOM, TOP, False)
+    scale_x = _Scale(low_x if log_x else min(low_x, 0.0), high_x, LEFT, WIDTH - RIGHT, log_x)
+    scale_y = _Scale(0.0, high_y, HEIGHT - BOTTOM, TOP, False)
     if max(map(len, names), default=0) * CHARACTER * max(len(names) - 1, 1) > WIDTH - LEFT - RIGHT:
         x_label += ": " + ", ".join(f"{at} {name}" for at, name in enumerate(names))
         names = [str(at) for at in range(len(names))]
@@ -92,10 +92,6 @@ class _Scale:
     def __call__(self, value: float) -> float:
         value = float(np.log(value)) if self._log else value
         return float(self._start + (value - self._low) * self._factor)
-
-
-def _scale(low: float, high: float, start: float, end: float, log: bool) -> _Scale:
-    return _Scale(low, high, start, end, log)
 
 
 def _grid(scale_x: _Scale, scale_y: _Scale, marks: Sequence[tuple[float, str]], high_y: float) -> str:
