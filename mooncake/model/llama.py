@@ -30,7 +30,7 @@ from mooncake.model.layers import (
     vector,
     weight,
 )
-from mooncake.model.lora import AdapterLayers, AdapterPlaces, LayerAdapter, rows_by_adapter
+from mooncake.model.lora import AdapterLayers, AdapterPlaces, LayerAdapter, Rows, rows_by_adapter
 from mooncake.model.rope import Tables, query_scales, tables_by_layer
 from mooncake.model_config import ModelConfig
 from mooncake.precision import Coding
@@ -206,7 +206,7 @@ class LayerByLayer:
         )
         residual = self._enter(batch.tokens) if entering is None else entering.to(self._stream, copy=True)
         normed = kernels.rms_norm(residual, self._layers[layers.start - first].attention_norm, eps)
-        last, adapt, is_narrowed = layers.stop - 1, self.adapters.add, False
+        last, is_narrowed = layers.stop - 1, False
         last_kv = min(last, self._last_owner)
         # With ``attention`` other ranks may need this one to take part.
         wants_more = leaving is not None or len(batch.logit_rows) > 0 or attention is not None
@@ -214,7 +214,7 @@ class LayerByLayer:
         for index in layers:
             layer = self._layers[index - first]
             self._kept.write(index, residual, cache, step.batch.slots)
-            qkv = adapt(index, "qkv", normed, layer.qkv(normed), rows)
+            qkv = self.adapters.add(index, "qkv", normed, layer.qkv(normed), rows)
             pages = step.pages_of(index)
             query = step.write(index, qkv, pages, layer.query_norm, layer.key_norm)
             if index == last_kv and not wants_more:
@@ -232,17 +232,25 @@ class LayerByLayer:
                 mixed, residual, is_narrowed = mixed[wanted], residual[wanted], True
                 rows = [] if of_adapters is None else rows_by_adapter(of_adapters[wanted])
                 step = step if index == last else step.narrowed(wanted)
-            update = self._reduce(adapt(index, "output", mixed, layer.output(mixed), rows))
-            normed = kernels.add_rms_norm(residual, update, layer.mlp_norm, eps)
-            gated = kernels.silu_mul(adapt(index, "gate_up", normed, layer.gate_up(normed), rows))
-            update = self._reduce(adapt(index, "down", gated, layer.down(gated), rows))
             next_norm = self._final_norm if index == last else self._layers[index + 1 - first].attention_norm
-            normed = kernels.add_rms_norm(residual, update, next_norm, eps)
+            normed = self._behind_attention(index, mixed, residual, rows, next_norm)
         if leaving is not None:
             leaving.copy_(residual)
             return torch.empty((0, self._config.vocab_size))
         assert self._head is not None, "a stage with layers behind it gives no logits"
         return self._head(normed if is_narrowed else normed[step.batch.logit_rows]).float()
+
+    def _behind_attention(
+        self, index: int, mixed: torch.Tensor, residual: torch.Tensor, rows: Rows, next_norm: torch.Tensor
+    ) -> torch.Tensor:
+        """Complete the layer, from attention's output ``mixed``; changes ``residual``. Returns it normalised for what
+        follows."""
+        layer, kernels, eps = self._layers[index - self._places.start], self._kernels, self._config.rms_eps
+        update = self._reduce(self.adapters.add(index, "output", mixed, layer.output(mixed), rows))
+        normed = kernels.add_rms_norm(residual, update, layer.mlp_norm, eps)
+        gated = kernels.silu_mul(self.adapters.add(index, "gate_up", normed, layer.gate_up(normed), rows))
+        update = self._reduce(self.adapters.add(index, "down", gated, layer.down(gated), rows))
+        return kernels.add_rms_norm(residual, update, next_norm, eps)
 
     def _enter(self, tokens: torch.Tensor) -> torch.Tensor:
         assert self._embedding is not None, "a stage with layers before it is given what they left"

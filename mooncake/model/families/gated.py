@@ -83,8 +83,11 @@ class GatedDecoder(Decoder, Generic[Layer]):
         """The residual stream with what attention or an MLP adds to it."""
         return torch.add(hidden, update, alpha=self.config.residual_factor)
 
-    def _norm_over_heads(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> torch.Tensor:
+    def _norm_over_heads(
+        self, qkv: torch.Tensor, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None
+    ) -> torch.Tensor:
         """``qkv`` with all queries of a token normalised together, and so its keys."""
+        assert query_norm is not None and key_norm is not None
         width, kv_width = len(query_norm), len(key_norm)
         query, key, value = torch.tensor_split(qkv, (width, width + kv_width), dim=-1)
         if not self.is_part:
@@ -120,6 +123,16 @@ def reordered_qkv(model: Decoder, attention: str, order: torch.Tensor, biased: b
         biases = [model.weight(f"{attention}{name}_proj.bias") for name in "qkv"]
         bias = torch.cat([biases[0][of_query], biases[1][of_key], biases[2]])
     return model.product(of_rows(query, of_query), of_rows(key, of_key), value, bias=bias)
+
+
+def attend_rotated(
+    step: Step, index: int, qkv: torch.Tensor, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None
+) -> torch.Tensor:
+    """``step.attend`` where norms come after the rotation. That only changes what their weights act on. Both act on
+    queries here, so the kernel can normalise first."""
+    assert query_norm is not None and key_norm is not None
+    plain = torch.ones_like(query_norm)
+    return step.attend(index, qkv, plain, plain, query_scale=query_norm * key_norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +191,13 @@ class Dense(GatedDecoder[_Layer]):
 
 
 class Hunyuan(Dense):
-    """Hunyuan's dense models (Tencent 2025): queries and keys are normalised after they are rotated.
-
-    That only changes what their norms' weights act on. Both act on queries here, so the kernel can normalise first.
-    """
+    """Hunyuan's dense models (Tencent 2025): queries and keys are normalised after they are rotated."""
 
     _head_norm_names = "query_layernorm", "key_layernorm"
 
     def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        assert layer.query_norm is not None and layer.key_norm is not None
-        plain = torch.ones_like(layer.query_norm)
-        attended = step.attend(index, layer.qkv(hidden), plain, plain, query_scale=layer.query_norm * layer.key_norm)
-        return layer.output(attended)
+        return layer.output(attend_rotated(step, index, layer.qkv(hidden), layer.query_norm, layer.key_norm))
 
 
 class Exaone4(Dense):
@@ -209,6 +216,5 @@ class Olmo2(Exaone4):
 
     def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        assert layer.query_norm is not None and layer.key_norm is not None
         qkv = self._norm_over_heads(layer.qkv(hidden), layer.query_norm, layer.key_norm)
         return layer.output(step.attend(index, qkv))

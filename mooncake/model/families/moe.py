@@ -12,7 +12,7 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.families.gated import GatedDecoder, Mlp
+from mooncake.model.families.gated import GatedDecoder, Mlp, attend_rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,6 @@ class Olmoe(MixtureOfExperts):
 
     def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        assert layer.query_norm is not None and layer.key_norm is not None
         return step.attend(index, self._norm_over_heads(qkv, layer.query_norm, layer.key_norm))
 
 
@@ -111,9 +110,7 @@ class HunyuanMoe(MixtureOfExperts):
 
     def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        assert layer.query_norm is not None and layer.key_norm is not None
-        plain = torch.ones_like(layer.query_norm)
-        return step.attend(index, qkv, plain, plain, query_scale=layer.query_norm * layer.key_norm)
+        return attend_rotated(step, index, qkv, layer.query_norm, layer.key_norm)
 
 
 class Qwen3VlMoe(MixtureOfExperts):

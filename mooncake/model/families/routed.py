@@ -139,5 +139,4 @@ class MiniMax(GlmMoe):
 
     def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        assert layer.query_norm is not None and layer.key_norm is not None
         return step.attend(index, self._norm_over_heads(qkv, layer.query_norm, layer.key_norm))
