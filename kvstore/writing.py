@@ -82,10 +82,7 @@ class Writing:
         try:
             while True:
                 full = self._fill(offers, wanted)
-                is_short = any(
-                    not (offer.grant or offer.is_stored or self._index.reservations.is_reserved(name.key))
-                    for offer, name in zip(offers, wanted.names, strict=True)
-                )
+                is_short = self._is_short(offers, wanted)
                 if wanted.into_dram and self._recomputed is not None:
                     is_short |= self._offer_recomputed(self._recomputed, offers, wanted)
                 if is_short and await self._saving.wait_for_room(deadline):
@@ -98,6 +95,13 @@ class Writing:
         except BaseException:  # the writer will never learn of these
             self.abort(offer.grant for offer in offers if offer.grant)
             raise
+
+    def _is_short(self, offers: Sequence[Offer], wanted: Wanted) -> bool:
+        """Whether some block is neither stored, nor offered a slot, nor being written by others."""
+        return any(
+            not (offer.grant or offer.is_stored or self._index.reservations.is_reserved(name.key))
+            for offer, name in zip(offers, wanted.names, strict=True)
+        )
 
     async def seal(self, sealings: Sequence[Sealing]) -> list[BlockName | None]:
         """Close the slots to their writers, verify their content, and make it readable if correct. Returns those

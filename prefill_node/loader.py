@@ -177,10 +177,8 @@ class PrefixLoad:
         if time.monotonic() > lease.expires_s:
             raise LeaseExpired("the lease ran out while the stored prefix was read")
         for block, target in zip(blocks, targets, strict=True):
-            sums = lease.checksums[block.index]
-            if any(
-                checksum(target.data[at * row_bytes : (at + 1) * row_bytes]) != sums[row] for at, row in enumerate(rows)
-            ):
+            found = [checksum(target.data[at : at + row_bytes]) for at in range(0, size, row_bytes)]
+            if found != [lease.checksums[block.index][row] for row in rows]:
                 corrupt.append(block.key)
         if corrupt:
             raise ChecksumMismatch(f"{len(corrupt)} stored blocks have wrong bytes in layer {layer}")

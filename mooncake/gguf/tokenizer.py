@@ -40,16 +40,8 @@ def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int], template: str = "") 
     vocabulary, pre = read_vocabulary(file), str(file.get("tokenizer.ggml.pre") or "default")
     is_sentencepiece = kind == "llama"
     prefix = " " if is_sentencepiece and file.get(_ADD_SPACE) is not False else ""
-    if is_sentencepiece:
-        backend = _sentencepiece(file, vocabulary, _merges_by_score(file, vocabulary), bool(prefix))
-    elif kind == "gemma4":
-        backend = _sentencepiece(file, vocabulary, _pairs(strings(file, _MERGES), str(file.path)), has_prefix=False)
-    else:
-        backend = _byte_level_bpe(vocabulary, strings(file, _MERGES), pre, str(file.path))
+    backend = _backend(file, kind, vocabulary, pre, has_prefix=bool(prefix))
     control_ids = vocabulary.of_type(TokenType.CONTROL)
-    backend.add_tokens([_added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED)])
-    backend.add_special_tokens([_added(token, True) for token in control_ids])
-    backend.encode_special_tokens = True
     own = file.get("tokenizer.chat_template")
     source = template or (own if isinstance(own, str) else "")
     named = _named_ids(file, len(vocabulary.tokens))
@@ -61,6 +53,19 @@ def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int], template: str = "") 
     strips = is_sentencepiece and file.get("general.architecture") in _RSTRIP_AFTER
     stripping = control_ids.keys() - set(_KEEPS_SPACE) if strips else ()
     return Tokenizer(backend, control_ids, bos_ids, eos_ids, by_name, source, prefix, stripping)
+
+
+def _backend(file: GGUF, kind: str, vocabulary: Vocabulary, pre: str, has_prefix: bool) -> tokenizers.Tokenizer:
+    if kind == "llama":
+        backend = _sentencepiece(file, vocabulary, _merges_by_score(file, vocabulary), has_prefix)
+    elif kind == "gemma4":
+        backend = _sentencepiece(file, vocabulary, _pairs(strings(file, _MERGES), str(file.path)), has_prefix)
+    else:
+        backend = _byte_level_bpe(vocabulary, strings(file, _MERGES), pre, str(file.path))
+    backend.add_tokens([_added(token, False) for token in vocabulary.of_type(TokenType.USER_DEFINED)])
+    backend.add_special_tokens([_added(token, True) for token in vocabulary.of_type(TokenType.CONTROL)])
+    backend.encode_special_tokens = True
+    return backend
 
 
 def _named_ids(file: GGUF, vocab_size: int) -> dict[str, int]:
