@@ -11,7 +11,7 @@ from collections.abc import Callable
 from mooncake.errors import ModelError
 from mooncake.families.alibi import alibi_slopes
 from mooncake.families.rope_settings import yarn_sharpness
-from mooncake.gguf.fields import LAYER_EPS, Fields, decoder_fields, layer_windows, window_of
+from mooncake.gguf.fields import LAYER_EPS, RMS_EPS, Fields, decoder_fields, layer_windows, window_of
 from mooncake.gguf.gemma4 import gemma4
 from mooncake.gguf.hybrid import falcon_h1, granite_states, lfm2, nemotron_h, qwen_next
 from mooncake.gguf.latent import deepseek
@@ -34,6 +34,14 @@ _LANGUAGE_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
 """Of multimodal files: positions on several axes, of which they tell the sizes, are the same on each for text."""
 
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+
+
+def _known(
+    architecture: str, eps: str = RMS_EPS, partial: bool = False, **constants: object
+) -> Callable[[Metadata], Fields]:
+    """The reader of an architecture of which files tell all but these ``constants``; ``eps`` and ``partial`` as for
+    ``decoder_fields``."""
+    return lambda meta: {**decoder_fields(meta, eps, partial), "architecture": architecture, **constants}
 
 
 # Llama and families like it
@@ -91,15 +99,7 @@ def _seed_oss(meta: Metadata) -> Fields:
     return {**decoder_fields(meta), "architecture": "seed_oss", "qkv_bias": has_bias}
 
 
-def _ernie(meta: Metadata) -> Fields:
-    return {**decoder_fields(meta), "architecture": "ernie4_5"}
-
-
 # Gemma
-
-
-def _gemma1(meta: Metadata) -> Fields:
-    return {**decoder_fields(meta), "architecture": "gemma", "activation": "gelu_tanh"}
 
 
 def _gemma2(meta: Metadata) -> Fields:
@@ -140,17 +140,6 @@ def _gemma(meta: Metadata) -> Fields:
     return {**values, "attention_scale": scale, "activation": "gelu_tanh"}
 
 
-# AFM-4.5B and Apertus
-
-
-def _arcee(meta: Metadata) -> Fields:
-    return {**decoder_fields(meta), "architecture": "arcee", "activation": "relu2"}
-
-
-def _apertus(meta: Metadata) -> Fields:
-    return {**decoder_fields(meta), "architecture": "apertus", "activation": "xielu", "qk_norm": True}
-
-
 # Granite, OLMo-2 and -3, EXAONE 4
 
 
@@ -181,11 +170,6 @@ def _olmo2(meta: Metadata) -> Fields:
         return values
     theta = meta.positive("rope.freq_base_swa", rope_theta(meta))
     return {**values, "architecture": "olmo3", "layer_windows": layer_windows(meta, 4), "local_rope_theta": theta}
-
-
-def _hunyuan(meta: Metadata) -> Fields:
-    """Its theta is stored as stretched."""
-    return {**decoder_fields(meta), "architecture": "hunyuan_v1_dense", "qk_norm": True}
 
 
 def _exaone4(meta: Metadata) -> Fields:
@@ -251,16 +235,6 @@ def _falcon(meta: Metadata) -> Fields:
     }
 
 
-def _phi2(meta: Metadata) -> Fields:
-    return {
-        **decoder_fields(meta, LAYER_EPS, partial=True),
-        "architecture": "phi",
-        "activation": "gelu_tanh",
-        "qkv_bias": True,
-        "parallel_residual": True,
-    }
-
-
 def _stablelm(meta: Metadata) -> Fields:
     return {
         **decoder_fields(meta, LAYER_EPS, partial=True),
@@ -268,10 +242,6 @@ def _stablelm(meta: Metadata) -> Fields:
         "qkv_bias": meta.has_tensor("blk.0.attn_q.bias"),
         "parallel_residual": not meta.has_tensor("blk.0.ffn_norm.weight"),
     }
-
-
-def _nemotron(meta: Metadata) -> Fields:
-    return {**decoder_fields(meta, LAYER_EPS, partial=True), "architecture": "nemotron", "activation": "relu2"}
 
 
 def _gpt_neox(meta: Metadata) -> Fields:
@@ -282,16 +252,6 @@ def _gpt_neox(meta: Metadata) -> Fields:
         "activation": "gelu",
         "qkv_bias": True,
         "parallel_residual": meta.flag("use_parallel_residual", True),
-    }
-
-
-def _gpt2(meta: Metadata) -> Fields:
-    return {
-        **decoder_fields(meta, LAYER_EPS),
-        "architecture": "gpt2",
-        "activation": "gelu_tanh",
-        "qkv_bias": True,
-        "rotary_dim": 0,
     }
 
 
@@ -333,8 +293,8 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "phi3": _phi3,
     "smollm3": _smollm3,
     "seed_oss": _seed_oss,
-    "ernie4_5": _ernie,
-    "gemma": _gemma1,
+    "ernie4_5": _known("ernie4_5"),
+    "gemma": _known("gemma", activation="gelu_tanh"),
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gemma4": gemma4,
@@ -348,8 +308,8 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "deepseek2": deepseek,
     "minimax-m2": minimax,
     "ernie4_5-moe": ernie_moe,
-    "arcee": _arcee,
-    "apertus": _apertus,
+    "arcee": _known("arcee", activation="relu2"),
+    "apertus": _known("apertus", activation="xielu", qk_norm=True),
     "granite": _granite,
     "granitemoe": _granite,
     "granitehybrid": _granite,
@@ -359,15 +319,15 @@ READERS: dict[str, Callable[[Metadata], Fields]] = {
     "cohere2": _cohere2,
     "glm4": _glm,
     "chatglm": _glm,
-    "hunyuan-dense": _hunyuan,
+    "hunyuan-dense": _known("hunyuan_v1_dense", qk_norm=True),  # theta is stored as stretched
     "hunyuan-moe": hunyuan_moe,
     "starcoder2": _starcoder2,
     "falcon": _falcon,
-    "phi2": _phi2,
+    "phi2": _known("phi", LAYER_EPS, True, activation="gelu_tanh", qkv_bias=True, parallel_residual=True),
     "stablelm": _stablelm,
-    "nemotron": _nemotron,
+    "nemotron": _known("nemotron", LAYER_EPS, True, activation="relu2"),
     "gptneox": _gpt_neox,
-    "gpt2": _gpt2,
+    "gpt2": _known("gpt2", LAYER_EPS, activation="gelu_tanh", qkv_bias=True, rotary_dim=0),
     "bloom": _bloom,
     "mpt": _mpt,
     "lfm2": lfm2,
