@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Published, Shapes, cap_of, norm_shapes
+from mooncake.families.family import Family, Published, Shapes, cap_of, norm_shapes, read_sizes
 from mooncake.families.gpt_names import gpt_layer, gpt_top
 from mooncake.model_config import ModelConfig, Settings
 
@@ -27,27 +27,22 @@ def alibi_slopes(num_heads: int, most: float = 8.0) -> tuple[float, ...]:
 def _read_bloom(settings: Settings, shapes: Published) -> dict[str, object]:
     if settings.flag("apply_residual_connection_post_layernorm", False):
         raise ModelError(f"{settings.source} adds to what norms give (post_layernorm), which is not supported")
-    hidden, heads = _integer(settings, "n_embed", "hidden_size"), _integer(settings, "n_head", "num_attention_heads")
+    width, heads = _present(settings, "n_embed", "hidden_size"), _present(settings, "n_head", "num_attention_heads")
     return {
-        "num_layers": _integer(settings, "n_layer", "num_hidden_layers"),
-        "hidden_size": hidden,
-        "intermediate_size": settings.integer("n_inner", 4 * hidden),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // max(1, heads),
-        "vocab_size": settings.integer("vocab_size"),
+        **read_sizes(settings, _present(settings, "n_layer", "num_hidden_layers"), width, heads),
+        "intermediate_size": settings.integer("n_inner", 4 * settings.integer(width)),
         "max_model_len": settings.integer("seq_length", 2048),
         "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
         "activation": "gelu_tanh",
         "qkv_bias": True,
         "rotary_dim": 0,
-        "alibi_slopes": alibi_slopes(heads),
+        "alibi_slopes": alibi_slopes(settings.integer(heads)),
     }
 
 
-def _integer(settings: Settings, name: str, other: str) -> int:
-    """A number that has two names."""
-    return settings.integer(name if settings.get(name) is not None else other)
+def _present(settings: Settings, name: str, other: str) -> str:
+    """The one of two names that a number has."""
+    return name if settings.get(name) is not None else other
 
 
 def _bloom_top(config: ModelConfig) -> Shapes:
@@ -68,13 +63,9 @@ def _read_mpt(settings: Settings, shapes: Published) -> dict[str, object]:
     if kind not in _KINDS:
         raise ModelError(f"{settings.source} asks for the attn_type {kind!r}; supported: {', '.join(_KINDS)}")
     return {
-        "num_layers": settings.integer("n_layers"),
-        "hidden_size": hidden,
+        **read_sizes(settings, "n_layers", "d_model", "n_heads"),
         "intermediate_size": settings.integer("expansion_ratio", 4) * hidden,
-        "num_heads": heads,
         "num_kv_heads": {_KINDS[0]: heads, _KINDS[1]: 1}.get(str(kind)) or attention.integer("kv_n_heads"),
-        "head_dim": hidden // max(1, heads),
-        "vocab_size": settings.integer("vocab_size"),
         "max_model_len": settings.integer("max_seq_len", 2048),
         "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
         "activation": "gelu",

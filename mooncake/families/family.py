@@ -62,6 +62,19 @@ _ACTIVATIONS = {
 }
 
 
+def read_sizes(settings: Settings, num_layers: str, hidden_size: str, num_heads: str) -> dict[str, object]:
+    """By these keys, of a model whose heads are parts of its width and have keys and values each."""
+    hidden, heads = settings.integer(hidden_size), settings.integer(num_heads)
+    return {
+        "num_layers": settings.integer(num_layers),
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": hidden // max(1, heads),
+        "vocab_size": settings.integer("vocab_size"),
+    }
+
+
 def num_layers_of(settings: Settings) -> int:
     """Raises ModelError for more than a model can have."""
     num_layers = settings.integer("num_hidden_layers")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mooncake.errors import ModelError
 from mooncake.families.alibi import alibi_slopes
-from mooncake.families.family import Family, Published, Shapes, activation
+from mooncake.families.family import Family, Published, Shapes, activation, read_sizes
 from mooncake.families.gpt_names import gpt_layer, gpt_top
 from mooncake.families.rope_settings import read_rope
 from mooncake.model_config import ModelConfig, Settings
@@ -14,15 +14,9 @@ from mooncake.model_config import ModelConfig, Settings
 
 def _read_gpt2(settings: Settings, shapes: Published) -> dict[str, object]:
     settings.refuse("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention")
-    hidden, heads = settings.integer("n_embd"), settings.integer("n_head")
     return {
-        "num_layers": settings.integer("n_layer"),
-        "hidden_size": hidden,
-        "intermediate_size": settings.integer("n_inner", 4 * hidden),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // max(1, heads),
-        "vocab_size": settings.integer("vocab_size"),
+        **read_sizes(settings, "n_layer", "n_embd", "n_head"),
+        "intermediate_size": settings.integer("n_inner", 4 * settings.integer("n_embd")),
         "max_model_len": settings.integer("n_positions"),
         "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
         "activation": activation(settings, "activation_function", "gelu_new"),
@@ -60,13 +54,8 @@ def _read_gptj(settings: Settings, shapes: Published) -> dict[str, object]:
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ModelError(f"{settings.source} rotates {rotary_dim} of a head's {head_dim} elements")
     return {
-        "num_layers": settings.integer("n_layer"),
-        "hidden_size": hidden,
+        **read_sizes(settings, "n_layer", "n_embd", "n_head"),
         "intermediate_size": settings.integer("n_inner", 4 * hidden),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": head_dim,
-        "vocab_size": settings.integer("vocab_size"),
         "max_model_len": settings.integer("n_positions"),
         "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
         "activation": activation(settings, "activation_function", "gelu_new"),
@@ -80,7 +69,7 @@ def _read_gptj(settings: Settings, shapes: Published) -> dict[str, object]:
 
 
 def _read_opt(settings: Settings, shapes: Published) -> dict[str, object]:
-    hidden, heads = settings.integer("hidden_size"), settings.integer("num_attention_heads")
+    hidden = settings.integer("hidden_size")
     if not settings.flag("do_layer_norm_before", True):
         raise ModelError(f"{settings.source} norms after each layer (as OPT-350M alone does), which is not supported")
     if settings.integer("word_embed_proj_dim", hidden) != hidden:
@@ -88,13 +77,8 @@ def _read_opt(settings: Settings, shapes: Published) -> dict[str, object]:
     if settings.flag("_remove_final_layer_norm", False) or not settings.flag("enable_bias", True):
         raise ModelError(f"{settings.source} leaves out norms or biases that OPT has, which is not supported")
     return {
-        "num_layers": settings.integer("num_hidden_layers"),
-        "hidden_size": hidden,
+        **read_sizes(settings, "num_hidden_layers", "hidden_size", "num_attention_heads"),
         "intermediate_size": settings.integer("ffn_dim"),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": hidden // max(1, heads),
-        "vocab_size": settings.integer("vocab_size"),
         "max_model_len": settings.integer("max_position_embeddings"),
         "rms_eps": 1e-5,
         "activation": activation(settings, "activation_function", "relu"),
@@ -127,13 +111,8 @@ def _read_gpt_neox(settings: Settings, shapes: Published) -> dict[str, object]:
         raise ModelError(f"{settings.source} scales its positions by {kind!r}, which is not supported for this family")
     share = rope.number("partial_rotary_factor", settings.number("rotary_pct", 0.25))
     return {
-        "num_layers": settings.integer("num_hidden_layers"),
-        "hidden_size": hidden,
+        **read_sizes(settings, "num_hidden_layers", "hidden_size", "num_attention_heads"),
         "intermediate_size": settings.integer("intermediate_size"),
-        "num_heads": heads,
-        "num_kv_heads": heads,
-        "head_dim": head_dim,
-        "vocab_size": settings.integer("vocab_size"),
         "max_model_len": settings.integer("max_position_embeddings"),
         "rope_theta": rope.number("rope_theta", settings.number("rotary_emb_base", 10_000.0)),
         "rms_eps": settings.number("layer_norm_eps", 1e-5),
@@ -154,13 +133,9 @@ def _read_starcoder2(settings: Settings, shapes: Published) -> dict[str, object]
         raise ModelError(f"{settings.source} leaves out the biases that StarCoder2 has, which is not supported")
     rope = read_rope(settings, hidden // max(1, heads))
     return {
-        "num_layers": settings.integer("num_hidden_layers"),
-        "hidden_size": hidden,
+        **read_sizes(settings, "num_hidden_layers", "hidden_size", "num_attention_heads"),
         "intermediate_size": settings.integer("intermediate_size"),
-        "num_heads": heads,
         "num_kv_heads": settings.integer("num_key_value_heads", heads),
-        "head_dim": hidden // max(1, heads),
-        "vocab_size": settings.integer("vocab_size"),
         **rope.values,
         "rms_eps": settings.number("norm_epsilon", 1e-5),
         "activation": activation(settings, "hidden_act", "gelu_pytorch_tanh"),
@@ -182,13 +157,9 @@ def _read_falcon(settings: Settings, shapes: Published) -> dict[str, object]:
     settings = settings.with_defaults({"max_position_embeddings": 2048})
     rope = read_rope(settings, head_dim)
     return {
-        "num_layers": settings.integer("num_hidden_layers"),
-        "hidden_size": hidden,
+        **read_sizes(settings, "num_hidden_layers", "hidden_size", "num_attention_heads"),
         "intermediate_size": settings.integer("ffn_hidden_size", 4 * hidden),
-        "num_heads": heads,
         "num_kv_heads": settings.integer("num_kv_heads", heads) if is_new else owners,
-        "head_dim": head_dim,
-        "vocab_size": settings.integer("vocab_size"),
         **rope.values,
         "rms_eps": settings.number("layer_norm_epsilon", 1e-5),
         "activation": activation(settings, "activation", "gelu"),
