@@ -1,4 +1,4 @@
-"""Placement policies: each one pure function ``(query, rng) -> Choice`` in its own file.
+"""Placement policies: each one pure function ``(query, rng) -> Choice``.
 
 The published ones are as published; each file says how it fills what the publication leaves open. They use milliseconds
 measured here only if their own formula does, and fetch from other hosts only if theirs does.
@@ -12,16 +12,18 @@ import numpy as np
 
 from conductor.placement.policies.aibrix import aibrix
 from conductor.placement.policies.algorithm_1 import algorithm_1
+from conductor.placement.policies.baselines import (
+    least_loaded,
+    local_cache_aware,
+    longest_prefix,
+    random,
+    round_robin,
+)
 from conductor.placement.policies.dynamo import dynamo
-from conductor.placement.policies.least_loaded import least_loaded
 from conductor.placement.policies.llm_d import llm_d
 from conductor.placement.policies.lmetric import lmetric
-from conductor.placement.policies.local_cache_aware import local_cache_aware
-from conductor.placement.policies.longest_prefix import longest_prefix
 from conductor.placement.policies.milliseconds import milliseconds
 from conductor.placement.policies.production_stack import production_stack, production_stack_load
-from conductor.placement.policies.random import random
-from conductor.placement.policies.round_robin import round_robin
 from conductor.placement.policies.sglang import sglang
 from conductor.placement.view import Choice, PlacementQuery
 
