@@ -155,7 +155,7 @@ class CpuDecoder:
             head_dim=config.head_dim,
             last_owner=config.kv_owners[-1] - places.start,
             eps=config.rms_eps,
-            scale=config.head_dim**-0.5,
+            scale=config.softmax_scale,
         )
 
     def prepare(self, layers: Sequence[LayerAdapter]) -> _PackedAdapter:

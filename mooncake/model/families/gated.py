@@ -27,6 +27,14 @@ class Mlp:
     down: Linear
 
 
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The expert that every token uses."""
+
+    share: Linear | None  # [1, hidden]: its weight is computed from the token (Qwen)
+    mlp: Mlp
+
+
 class GatedDecoder(Decoder, Generic[Layer]):
     """Embedding, layers of one kind, norm and head, with Llama's names."""
 
@@ -69,6 +77,14 @@ class GatedDecoder(Decoder, Generic[Layer]):
         if self.config.norm_expert_weights:
             weights = weights / weights.sum(-1, keepdim=True)
         return experts(normed, chosen, weights)
+
+    def _take_shared(self, prefix: str) -> SharedExpert:
+        name = prefix + "mlp.shared_expert"
+        return SharedExpert(self.uncoded(f"{name}_gate"), self._take_gated(f"{name}."))
+
+    def _of_shared(self, expert: SharedExpert, normed: torch.Tensor) -> torch.Tensor:
+        found = self._dense(expert.mlp, normed)
+        return found if expert.share is None else expert.share(normed).sigmoid() * found
 
     @abstractmethod
     def _take(self, prefix: str) -> Layer:

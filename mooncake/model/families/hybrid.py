@@ -18,7 +18,7 @@ from mooncake.kernels.recurrent import RecurrentKernels
 from mooncake.kernels.reference import Matrix
 from mooncake.model.batch import Attention, ForwardBatch, LayerHook
 from mooncake.model.decoder import Step
-from mooncake.model.families.gated import GatedDecoder, Layer, Mlp
+from mooncake.model.families.gated import GatedDecoder, Layer, Mlp, SharedExpert
 from mooncake.model.layers import of_rows, vector
 from mooncake.model.rope import heads_in_order, rotary_order
 from mooncake.model.states import States
@@ -47,8 +47,7 @@ class _Recurrent:
 class _Mixture:
     router: Linear
     experts: Experts
-    share: Linear  # [1, hidden]: the weight of the expert that every token uses
-    shared: Mlp
+    shared: SharedExpert
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +159,7 @@ class Qwen3Next(HybridDecoder[_Layer]):
         return _Mixture(
             self.uncoded(prefix + expert_names(self.config).router),
             self.take_experts(prefix),
-            self.uncoded(prefix + "mlp.shared_expert_gate"),
-            self._take_gated(prefix + "mlp.shared_expert."),
+            self._take_shared(prefix),
         )
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
@@ -197,5 +195,4 @@ class Qwen3Next(HybridDecoder[_Layer]):
         return layer.output(gated.to(normed.dtype))
 
     def _mix(self, mlp: _Mixture, normed: torch.Tensor) -> torch.Tensor:
-        mixed = self._mixture_of_best(mlp.router, mlp.experts, normed)
-        return mixed + mlp.share(normed).sigmoid() * self._dense(mlp.shared, normed)
+        return self._mixture_of_best(mlp.router, mlp.experts, normed) + self._of_shared(mlp.shared, normed)

@@ -12,15 +12,7 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.families.gated import GatedDecoder, Mlp, attend_rotated
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """The expert that every token uses."""
-
-    share: Linear | None  # [1, hidden]: its weight is computed from the token (Qwen2-MoE)
-    mlp: Mlp
+from mooncake.model.families.gated import GatedDecoder, SharedExpert, attend_rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +25,7 @@ class _Layer:
     mlp_norm: torch.Tensor
     router: Linear
     experts: Experts
-    shared: _Shared | None  # Qwen2-MoE, Hunyuan
+    shared: SharedExpert | None  # Qwen2-MoE, Hunyuan
 
 
 class MixtureOfExperts(GatedDecoder[_Layer]):
@@ -48,12 +40,8 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
             self._take_norm(prefix + mlp_norm),
             self.uncoded(prefix + expert_names(self.config).router),
             self.take_experts(prefix),
-            self._shared(prefix) if self.config.shared_expert_size else None,
+            self._take_shared(prefix) if self.config.shared_expert_size else None,
         )
-
-    def _shared(self, prefix: str) -> _Shared:
-        name = prefix + "mlp.shared_expert"
-        return _Shared(self.uncoded(f"{name}_gate"), self._take_gated(f"{name}."))
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
@@ -62,8 +50,7 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
         normed = self._norm(hidden, layer.mlp_norm)
         mixed = self._mixture_of_best(layer.router, layer.experts, normed)
         if layer.shared is not None:
-            shared = self._dense(layer.shared.mlp, normed)
-            mixed = mixed + (shared if layer.shared.share is None else layer.shared.share(normed).sigmoid() * shared)
+            mixed = mixed + self._of_shared(layer.shared, normed)
         return self._add(hidden, self.reduce(mixed))
 
     def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
@@ -105,8 +92,8 @@ class HunyuanMoe(MixtureOfExperts):
 
     _head_norm_names = "query_layernorm", "key_layernorm"
 
-    def _shared(self, prefix: str) -> _Shared:
-        return _Shared(None, self._take_gated(f"{prefix}{expert_names(self.config).shared}."))
+    def _take_shared(self, prefix: str) -> SharedExpert:
+        return SharedExpert(None, self._take_gated(f"{prefix}{expert_names(self.config).shared}."))
 
     def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
