@@ -24,7 +24,7 @@ from kvstore.block_names import checked_tenant
 from kvstore.checksum import range_checksums
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, left_s
 from kvstore.client.memory import Memory, readable, writable
-from kvstore.client.pool_answers import OUTAGES, Answered, answers_of, grouped, share_s
+from kvstore.client.pool_answers import OUTAGES, Answered, answers_of, grouped, share_s, true_anywhere
 from kvstore.client.pool_keys import Key, PoolKeys
 from kvstore.client.shortcuts import allowed_shortcuts
 from kvstore.client.store_client import StoreClient
@@ -239,15 +239,15 @@ class Client:
             )
             for (address, _), mine in groups
         ]
-        stored, answered, full = [False] * len(listed), Answered(), None
-        for (_, mine), answer in zip(groups, await answers_of(calls), strict=True):
-            if isinstance(answer, OutOfBlocks):
-                full, answer = answer, [False] * len(mine)
-            for index, is_stored in answered.of(mine, answer):
-                stored[index] = stored[index] or is_stored
-        answered.check()
-        if full is not None and not any(stored):
-            raise full
+        answers = await answers_of(calls)
+        full = [answer for answer in answers if isinstance(answer, OutOfBlocks)]
+        taken = [
+            [False] * len(mine) if isinstance(answer, OutOfBlocks) else answer
+            for (_, mine), answer in zip(groups, answers, strict=True)
+        ]
+        stored = true_anywhere(groups, taken, len(listed))
+        if full and not any(stored):
+            raise full[0]
         return [stored[first[wire]] for wire, _ in names]
 
     async def get_batch(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> list[bytearray | None]:
@@ -284,12 +284,7 @@ class Client:
             return await store.exists(wires, timeout_s=timeout_s)
         groups = grouped((home, index) for index, wire in enumerate(wires) for home in self._keys.homes(wire))
         calls = [self._stores[a].exists([wires[i] for i in mine], timeout_s=timeout_s) for a, mine in groups]
-        found, answered = [False] * len(wires), Answered()
-        for (_, mine), answer in zip(groups, await answers_of(calls), strict=True):
-            for index, is_here in answered.of(mine, answer):
-                found[index] = found[index] or is_here
-        answered.check()
-        return found
+        return true_anywhere(groups, await answers_of(calls), len(wires))
 
     async def remove(self, keys: Sequence[Key], *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Make blocks unreadable in every store, also after a restart. Returns how many replicas there were.

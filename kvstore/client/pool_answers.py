@@ -68,3 +68,15 @@ class Answered:
         for number, outage in self._outages.items():
             if number not in self._answered:
                 raise outage
+
+
+def true_anywhere(
+    groups: Sequence[tuple[Place, list[int]]], answers: Sequence[Sequence[bool] | BaseException], count: int
+) -> list[bool]:
+    """For each of ``count`` keys whether a store has answered True. Raises like ``Answered``."""
+    found, answered = [False] * count, Answered()
+    for (_, mine), answer in zip(groups, answers, strict=True):
+        for index, is_true in answered.of(mine, answer):
+            found[index] = found[index] or is_true
+    answered.check()
+    return found
