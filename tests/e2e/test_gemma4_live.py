@@ -53,9 +53,8 @@ async def test_a_cluster_answers_as_transformers_do(family: str, settings: tuple
 
 async def test_all_rows_of_a_layer_are_handed_over_stored_and_read(tmp_path: Path) -> None:
     """Two groups: the two global layers with KV take two rows each, the four local ones one each."""
-    model, cluster = written("small", tmp_path).theirs, Nodes(tmp_path, *SMALL)
-    await cluster.start()
-    try:
+    model = written("small", tmp_path).theirs
+    async with Nodes(tmp_path, *SMALL) as cluster:
         plan = cluster.first.host.cache_size
         row_bytes = 2 * 16 * BLOCK * 4
         page_bytes = 4 * row_bytes
@@ -77,5 +76,3 @@ async def test_all_rows_of_a_layer_are_handed_over_stored_and_read(tmp_path: Pat
         for node in (cluster.first, cluster.second):
             assert node.host.engine.block_pool.num_in_use == 0
             node.host.engine.block_pool.check()
-    finally:
-        await cluster.stop()

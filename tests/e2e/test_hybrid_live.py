@@ -55,12 +55,9 @@ async def test_a_cluster_answers_as_transformers_do(name: str, settings: tuple[s
 
 @pytest_asyncio.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[tuple[Nodes, Any]]:
-    model, nodes = write_hybrid("qwen3-next", tmp_path), Nodes(tmp_path, *SMALL)
-    await nodes.start()
-    try:
+    model = write_hybrid("qwen3-next", tmp_path)
+    async with Nodes(tmp_path, *SMALL) as nodes:
         yield nodes, model
-    finally:
-        await nodes.stop()
 
 
 @pytest.mark.parametrize("length", [95, 96, 97])

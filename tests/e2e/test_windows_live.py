@@ -52,12 +52,9 @@ async def test_a_cluster_answers_as_transformers_do(settings: tuple[str, ...], t
 
 @pytest_asyncio.fixture
 async def nodes(tmp_path: Path) -> AsyncIterator[tuple[Nodes, Any]]:
-    model, nodes = write_model(tmp_path), Nodes(tmp_path, *SMALL)
-    await nodes.start()
-    try:
+    model = write_model(tmp_path)
+    async with Nodes(tmp_path, *SMALL) as nodes:
         yield nodes, model
-    finally:
-        await nodes.stop()
 
 
 async def test_what_is_handed_over_stored_and_read_is_a_window_of_each_local_group(

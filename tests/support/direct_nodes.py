@@ -36,10 +36,18 @@ class Nodes:
         self._nodes: list[Any] = []
         self._number = 0
 
-    async def start(self) -> None:
-        self.store = await self._start(build, "store")
-        self.decode = await self._start(DecodeNode, "decode")
-        self.first, self.second = [await self._start(PrefillNode, f"prefill{i}") for i in range(2)]
+    async def __aenter__(self) -> Nodes:
+        try:
+            self.store = await self._start(build, "store")
+            self.decode = await self._start(DecodeNode, "decode")
+            self.first, self.second = [await self._start(PrefillNode, f"prefill{i}") for i in range(2)]
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stop()
 
     async def _start(self, make: Any, name: str) -> Any:
         node = make(load_config(None, [*self._settings, f"node.id={name}"]))
@@ -47,7 +55,7 @@ class Nodes:
         self._nodes.append(node)
         return node
 
-    async def stop(self) -> None:
+    async def _stop(self) -> None:
         await self._channels.close()
         for node in reversed(self._nodes):
             await node.stop()
