@@ -16,7 +16,7 @@ import pytest
 import torch
 from dirty_pages import dirty_kb
 from reference import smollm2
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from tiny_gguf import write_gguf
 from tiny_model import write_tiny_model
 
@@ -136,17 +136,24 @@ print(max(most) - most[0])
 # The cache
 
 
-def test_a_cache_that_is_broken_is_made_again(tmp_path: Path, cache: Path) -> None:
-    write_gguf(tmp_path / "a.gguf")
-    checkpoint = open_checkpoint(str(tmp_path / "a.gguf"))
-    fresh = {name: tensor.clone() for name, tensor in load_weights(checkpoint, "float32").items()}
+def check_made_again(spoil: Callable[[bytes], bytes], folder: Path, cache: Path, dtype: str = "float32") -> None:
+    """What is made of cached bytes is seen, and they are as before once weights have been loaded again."""
+    write_gguf(folder / "a.gguf")
+    checkpoint = open_checkpoint(str(folder / "a.gguf"))
+    usual = {name: tensor.clone() for name, tensor in load_weights(checkpoint, dtype).items()}
     (cached,) = cache.iterdir()
     whole = cached.read_bytes()
-    for broken in (b"", whole[:100], whole[:-4], b"\xff" * 200):
-        cached.unlink()
-        cached.write_bytes(broken)
-        same(load_weights(checkpoint, "float32"), fresh)
-        assert cached.read_bytes() == whole
+    cached.unlink()
+    cached.write_bytes(spoil(whole))
+    same(load_weights(checkpoint, dtype), usual)
+    assert cached.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda _: b"", lambda whole: whole[:100], lambda whole: whole[:-4], lambda _: b"\xff" * 200]
+)
+def test_a_cache_that_is_broken_is_made_again(damage: Callable[[bytes], bytes], tmp_path: Path, cache: Path) -> None:
+    check_made_again(damage, tmp_path, cache)
 
 
 def test_another_model_of_the_same_name_gets_weights_of_its_own(tmp_path: Path, cache: Path) -> None:
@@ -228,15 +235,7 @@ def test_weights_are_cached_under_their_name_once_they_are_on_the_disk(tmp_path:
 def test_cached_weights_that_a_power_cut_has_spoilt_are_made_again(
     damage: Callable[[bytes], bytes], tmp_path: Path, cache: Path
 ) -> None:
-    write_gguf(tmp_path / "a.gguf")
-    checkpoint = open_checkpoint(str(tmp_path / "a.gguf"))
-    usual = {name: tensor.clone() for name, tensor in load_weights(checkpoint, "float32").items()}
-    (cached,) = cache.iterdir()
-    whole = cached.read_bytes()
-    cached.unlink()
-    cached.write_bytes(damage(whole))
-    same(load_weights(checkpoint, "float32"), usual)
-    assert cached.read_bytes() == whole
+    check_made_again(damage, tmp_path, cache)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -244,28 +243,19 @@ def test_cached_weights_that_a_power_cut_has_spoilt_are_made_again(
 def test_cached_weights_whose_header_is_whole_and_their_bytes_are_not_are_made_again(
     damage: Callable[[bytes], bytes], dtype: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_gguf(tmp_path / "a.gguf")
-    checkpoint = open_checkpoint(str(tmp_path / "a.gguf"))
-    usual = {name: tensor.clone() for name, tensor in load_weights(checkpoint, dtype).items()}
-    (cached,) = cache.iterdir()
-    whole = cached.read_bytes()
-    begin = 8 + int.from_bytes(whole[:8], "little")
-    cached.unlink()
-    cached.write_bytes(whole[:begin] + damage(whole[begin:]))
-    same(load_weights(checkpoint, dtype), usual)
-    assert cached.read_bytes() == whole
+    def spoilt(whole: bytes) -> bytes:
+        begin = 8 + int.from_bytes(whole[:8], "little")
+        return whole[:begin] + damage(whole[begin:])
+
+    check_made_again(spoilt, tmp_path, cache, dtype)
     assert "cannot be used: their checksum does not match" in caplog.text
 
 
 def test_cached_weights_of_a_version_without_checksums_are_made_again(tmp_path: Path, cache: Path) -> None:
-    write_gguf(tmp_path / "a.gguf")
-    checkpoint = open_checkpoint(str(tmp_path / "a.gguf"))
-    usual = {name: tensor.clone() for name, tensor in load_weights(checkpoint, "float32").items()}
-    (cached,) = cache.iterdir()
-    whole = cached.read_bytes()
-    save_file({name: torch.zeros_like(tensor) for name, tensor in usual.items()}, cached)
-    same(load_weights(checkpoint, "float32"), usual)
-    assert cached.read_bytes() == whole
+    def unsummed(whole: bytes) -> bytes:
+        return save({name: torch.zeros_like(tensor) for name, tensor in load(whole).items()})
+
+    check_made_again(unsummed, tmp_path, cache)
 
 
 def test_weights_of_a_kind_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
