@@ -63,6 +63,16 @@ class Codes:
     def to(self, device: torch.device) -> Codes:
         return Codes(self.values.to(device), self.scales.to(device), self.coding, self.dtype)
 
+    def joins(self, other: Codes) -> bool:
+        """Whether rows of both can be stacked into one matrix."""
+        return self.coding == other.coding
+
+    @staticmethod
+    def stacked(parts: Sequence[Codes]) -> Codes:
+        """One matrix of the rows of all ``parts``; every pair must join."""
+        values, scales = torch.cat([each.values for each in parts]), torch.cat([each.scales for each in parts])
+        return Codes(values, scales, parts[0].coding, parts[0].dtype)
+
 
 Matrix = torch.Tensor | Codes | GroupedCodes
 Matrices = torch.Tensor | Sequence[Matrix]

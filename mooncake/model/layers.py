@@ -148,11 +148,8 @@ def matrix(weights: Weights, *names: str) -> Matrix:
     """Matrices stacked into one; as codes, if all of them are. Raises ModelError if the model lacks one."""
     given = [weights.codes(name) for name in names] if isinstance(weights, WeightsOnDemand) else []
     codes = [each for each in given if isinstance(each, Codes)]
-    if len(codes) == len(names) and len({each.coding for each in codes}) == 1:
-        values, scales = (
-            torch.cat(parts) for parts in zip(*((each.values, each.scales) for each in codes), strict=True)
-        )
-        return Codes(values, scales, codes[0].coding, codes[0].dtype)
+    if len(codes) == len(names) and all(codes[0].joins(each) for each in codes):
+        return Codes.stacked(codes)
     groups = [each for each in given if isinstance(each, GroupedCodes)]
     if len(groups) == len(names) and all(groups[0].joins(each) for each in groups):
         return GroupedCodes.stacked(groups)
