@@ -1,7 +1,8 @@
 """Shared by the forward passes of all families: a step over the paged cache, and the loop over layers.
 
-A family defines how tokens are embedded, what a layer does and how logits are computed (``Decoder``); ``Step.attend``
-is the only access to the cache. The Llama family has its own, faster pass in ``llama``; both use the same kernels.
+A family defines how tokens are embedded, what a layer does and how logits are computed (``Decoder``); ``Step`` is its
+only access to the cache. The Llama family has a frame of its own in ``llama``, for a faster pass; its layers attend
+through ``Step``, too.
 """
 
 from __future__ import annotations
