@@ -100,7 +100,7 @@ def open_adapter(name: str, path: str) -> Adapter:
                 digest.update(piece)
     except OSError as error:
         raise ModelError(f"the adapter {name}: cannot read {error.filename}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"the adapter {name}: {CONFIG_FILE} is not PEFT's: {error}") from None
     unsupported = [
         what

@@ -289,8 +289,8 @@ def _open_shards(folder: Path) -> tuple[SafetensorsFile, ...]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ModelError(f"{index} has no weight_map from tensors to files")
     names = sorted(set(weight_map.values()))
-    if strange := [name for name in names if Path(name).name != name]:
-        raise ModelError(f"{index} names a file outside its folder: {strange[0]!r}")
+    if strange := [name for name in names if Path(name).name != name or not name.isprintable()]:
+        raise ModelError(f"{index} names a file that cannot be in its folder: {strange[0]!r}")
     shards = tuple(read_safetensors_header(folder / name) for name in names)
     found = {name for shard in shards for name in shard.tensors}
     if missing := sorted(set(weight_map) - found):

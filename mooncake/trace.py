@@ -72,7 +72,7 @@ def load_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
             request = _request(decoder.decode(text))
             if requests and request.timestamp_ms < requests[-1].timestamp_ms:
                 raise ValueError(f"timestamp {request.timestamp_ms:g} is before that of the request above")
-        except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             form = f"; a trace is lines of JSON with {', '.join(_Line.__struct_fields__)}" if not requests else ""
             raise InvalidRequest(f"{path}:{number}: {error}{form}") from None
         requests.append(request)

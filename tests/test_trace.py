@@ -45,6 +45,7 @@ def test_plain_xz_and_gz_files_read_the_same(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("", "the trace holds no request"),
+        ('{"x": ' + "[" * 100_000, ":1: maximum recursion depth"),
         (line() + "{oops\n", ":2: JSON is malformed"),
         (line() + "[]\n", ":2: Expected `object`, got `array`"),
         (line(tokens=-1), ":1: Expected `int` >= 1 - at `$.input_length`"),

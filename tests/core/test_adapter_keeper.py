@@ -172,3 +172,10 @@ def test_what_may_have_no_end_is_not_read(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=f"{name} is not a file"):
             open_adapter("a", str(tmp_path))
         (tmp_path / name).unlink()
+
+
+def test_a_configuration_that_nests_too_deeply_is_not_peft_s(tmp_path: Path) -> None:
+    write_adapter(tmp_path, tiny_model("llama"))
+    (tmp_path / "adapter_config.json").write_text('{"a": ' + "[" * 100_000)
+    with pytest.raises(ModelError, match=r"adapter_config.json is not PEFT's"):
+        open_adapter("a", str(tmp_path))

@@ -299,7 +299,11 @@ BREAKS: dict[str, tuple[Callable[[Path], object], str]] = {
     "index without map": (lambda f: edit(f / "model.safetensors.index.json", weight_map=None), "has no weight_map"),
     "index leads away": (
         lambda f: edit(f / "model.safetensors.index.json", weight_map={"a": "../../etc/passwd"}),
-        "outside its folder",
+        "that cannot be in its folder",
+    ),
+    "index names no file": (
+        lambda f: edit(f / "model.safetensors.index.json", weight_map={"a": "model\0.safetensors"}),
+        "that cannot be in its folder: 'model\\x00.safetensors'",
     ),
     "index promises": (
         lambda f: edit(
