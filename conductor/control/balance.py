@@ -164,7 +164,9 @@ class Balancer:
 
     def _ended(self, switch: Switch, is_done: bool, now: float) -> None:
         limits = self.limits
-        self._node_rests_until[switch.node_id] = now + (limits.node_dwell_s if is_done else 2.0 * limits.dwell_s)
+        resting = {node_id: until for node_id, until in self._node_rests_until.items() if until > now}
+        rest_s = limits.node_dwell_s if is_done else 2.0 * limits.dwell_s
+        self._node_rests_until = resting | {switch.node_id: now + rest_s}
         remaining_s = min(max(self._shortage_s[switch.to] - limits.cost_s, 0.0), limits.cost_s)
         self._shortage_s = dict.fromkeys(self._shortage_s, 0.0)
         if is_done:

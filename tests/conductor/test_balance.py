@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from placing import Cluster
+from placing import node as new_node
 
 from conductor.control.balance import SWITCH_MOVES, BalanceLimits, Balancer, Switch, SwitchState
 from conductor.registry import NodeInfo
@@ -101,6 +102,18 @@ def test_nodes_that_could_not_switch_are_asked_again() -> None:
             town.balancer.moved(SwitchState.GIVEN_UP, town.cluster.now)  # as when the other one reports late
     assert len(asked) >= 5
     assert set(asked) == {"d0", "d1"}
+
+
+def test_nodes_that_have_rested_are_forgotten() -> None:
+    """A node that is replaced may have another id each time."""
+    town = Town(1, 2)
+    registry = town.cluster.fleet.registry
+    for number in range(1800):
+        town.run(1, prefill_nodes=2.5, decode_nodes=0.2)
+        if town.balancer.switching is not None:
+            town.balancer.moved(SwitchState.GIVEN_UP, town.cluster.now)
+            registry.register(new_node(f"d-new{number}", Role.DECODE), town.cluster.now)
+            assert all(until > town.cluster.now for until in town.balancer._node_rests_until.values())
 
 
 def test_noise_causes_no_switch() -> None:
