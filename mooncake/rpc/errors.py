@@ -23,6 +23,7 @@ for _cls in _leaves(MooncakeError):
 
 _BY_STATUS: dict[grpc.StatusCode, type[MooncakeError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.NodeUnavailable,
+    grpc.StatusCode.UNIMPLEMENTED: errors.NodeUnavailable,  # its port has become another process's
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceeded,
     grpc.StatusCode.CANCELLED: errors.Cancelled,
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.Overloaded,
@@ -63,7 +64,11 @@ _HANDSHAKES = {
 
 def handshake_trouble(error: grpc.RpcError) -> str:
     """Why a reachable peer cannot be talked to; "" for other errors."""
-    details = error.details() if isinstance(error, (grpc.aio.AioRpcError, grpc.Call)) else None
+    if not isinstance(error, (grpc.aio.AioRpcError, grpc.Call)):
+        return ""
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        return "another service answers there, or another version of this one"
+    details = error.details()
     if not (details or "").startswith("failed to connect"):
         return ""
     return next((meaning for sign, meaning in _HANDSHAKES.items() if sign in str(details)), "")
@@ -82,7 +87,8 @@ def error_from_rpc(error: grpc.RpcError, peer: str = "") -> MooncakeError:
         cls = _BY_CODE.get(metadata[CODE_KEY]) or _BY_STATUS.get(error.code(), errors.InternalError)
         message = error.details() or str(error.code())
     else:
-        reason = handshake_trouble(error) or error.details() or str(error.code())
+        details = error.details() or str(error.code())
+        reason = details if details.startswith(_NOT_GRPC) else handshake_trouble(error) or details
         cls, message = _transport_failure(error.code(), reason)
         message = f"{peer}: {message}" if peer else message
     return _made(cls, message, metadata.get(PUSHBACK_KEY, ""), metadata.get(PARAM_KEY))

@@ -22,6 +22,7 @@ from mooncake.errors import ConfigError
 from mooncake.membership import Membership
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.cluster_pb2_grpc import ClusterStub
+from mooncake.rpc.server import RpcServer
 from mooncake.types import Role
 
 
@@ -76,6 +77,22 @@ async def test_a_node_may_come_before_its_conductor_and_says_so_once(
     await until(lambda: node.is_registered, 5.0)
     assert [status.info.node_id for status in cluster.servicer.status()().nodes] == ["p9"]
     assert sum("waits for the conductor" in record.message for record in caplog.records) == 1
+    await node.stop()
+
+
+async def test_a_node_waits_while_another_process_has_its_conductors_port(
+    start_cluster: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = RpcServer()
+    port = await other.start("127.0.0.1", 0)
+    node = member(f"127.0.0.1:{port}", info())
+    await node.start()
+    await asyncio.sleep(0.5)  # a few attempts
+    [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "another service answers there" in record.message
+    await other.stop(0)
+    await start_cluster(0, 0, grpc_port=port)
+    await until(lambda: node.is_registered, 5.0)
     await node.stop()
 
 

@@ -41,6 +41,19 @@ async def test_a_port_for_http_is_told_as_such() -> None:
     assert told.message == f"{address}: it does not speak gRPC: is this the port for HTTP?"
 
 
+async def test_a_port_that_another_process_has_taken_is_told_as_such() -> None:
+    """A node that dies leaves its port to whoever comes next; callers know of it for some seconds more."""
+    server = RpcServer()
+    address = f"127.0.0.1:{await server.start('127.0.0.1', 0)}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await inference_pb2_grpc.InferenceStub(channel).Tokenize(pb.TokenizeRequest(), timeout=10)
+    await server.stop()
+    told = error_from_rpc(failed.value, address)
+    assert isinstance(told, errors.NodeUnavailable)
+    assert told.message == f"{address}: another service answers there, or another version of this one"
+
+
 class Servicer(inference_pb2_grpc.InferenceServicer):
     """A scripted service that records its calls."""
 
