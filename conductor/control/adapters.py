@@ -18,7 +18,7 @@ from mooncake.adapters import Adapter
 from mooncake.errors import InvalidRequest, NotFound, shown
 from mooncake.types import Role
 
-ENDED_KEPT = 4096  # numbers of ended loads that are remembered
+ENDED_KEPT = 4096  # numbers of ended loads, and names that callers decided about, that are remembered
 
 
 class LoadState(StrEnum):
@@ -44,6 +44,9 @@ class AdapterCatalogue:
         self._wanted: dict[int, _Wanted] = {}  # by number
         self._served: dict[str, Adapter] = {}
         self._ended: dict[int, None] = {}  # the latest numbers, in order
+        # Names that were loaded or unloaded here, likewise: what an earlier conductor knew of them is over, whatever
+        # its numbers. This host's clock may have been set back since; or a node that was away has an older load.
+        self._decided: dict[str, None] = {}
 
     @property
     def served(self) -> Mapping[str, Adapter]:
@@ -99,9 +102,11 @@ class AdapterCatalogue:
 
     def serve(self, load: AdapterLoad) -> None:
         """Nodes have it: requests may name it, instead of what they meant by its name before."""
-        name = load.adapter.name
+        name, known = load.adapter.name, self._wanted.get(load.number)
         if name in self._served:
-            self.unload(name)
+            self._unload(name)
+        if known is not None and known.state is LoadState.LOADING:
+            self._decide(name)
         for each in self._in(LoadState.UNFINISHED):
             if each.load.adapter.name == name and each.load.number < load.number:
                 self._end(each.load.number)
@@ -120,8 +125,13 @@ class AdapterCatalogue:
         """No new request can name it. Raises InvalidRequest, and NotFound when it is not served."""
         if name in self._taken:
             raise InvalidRequest(f"{shown(name)} was not loaded while the cluster served, so it stays", "lora_name")
-        if self._served.pop(name, None) is None:
+        if name not in self._served:
             raise NotFound(f"the adapter {shown(name)} cannot be found")
+        self._unload(name)
+        self._decide(name)
+
+    def _unload(self, name: str) -> None:
+        del self._served[name]
         for each in self._in(LoadState.SERVED):
             if each.load.adapter.name == name:
                 each.state = LoadState.ENDING
@@ -151,7 +161,7 @@ class AdapterCatalogue:
     def _may_adopt(self, load: AdapterLoad) -> bool:
         name, known = load.adapter.name, self._wanted.get(load.number)
         is_over = load.number in self._ended or (known is not None and known.state is not LoadState.UNFINISHED)
-        if load.error or is_over or not self._most or name in self._taken:
+        if load.error or is_over or not self._most or name in self._taken or name in self._decided:
             return False
         others = [each for each in self._wanted.values() if each.load.adapter.name == name and each is not known]
         if load.is_served:  # what is served goes before what an earlier conductor may not have finished
@@ -164,10 +174,18 @@ class AdapterCatalogue:
         if known is None or known.state is LoadState.UNFINISHED:
             self._end(load.number)
         elif known.state is LoadState.SERVED:
-            self.unload(load.adapter.name)
+            self._unload(load.adapter.name)
 
     def _in(self, *states: LoadState) -> list[_Wanted]:
         return [wanted for wanted in self._wanted.values() if wanted.state in states]
+
+    def _decide(self, name: str) -> None:
+        for each in self._in(LoadState.UNFINISHED):
+            if each.load.adapter.name == name:
+                self._end(each.load.number)
+        self._decided[name] = None
+        while len(self._decided) > ENDED_KEPT:
+            del self._decided[next(iter(self._decided))]
 
     def _end(self, number: int) -> None:
         self._wanted.pop(number, None)

@@ -156,6 +156,27 @@ def test_what_an_earlier_conductor_unloaded_is_not_served_again(the_end_is_told_
     assert not catalogue.wanted()
 
 
+@pytest.mark.parametrize("is_served", [True, False])
+def test_what_callers_loaded_here_stays_though_an_earlier_conductor_had_larger_numbers(is_served: bool) -> None:
+    """Its clock was ahead of this one's."""
+    before = replace(served(adapter("a", "before"), 1 << 50), is_served=is_served)
+    catalogue = AdapterCatalogue([], 2)
+    catalogue.serve(catalogue.begin(adapter("a", "now"), False, 100))
+    catalogue.adopt([before])  # of a node that was away
+    assert catalogue.served["a"].digest == "now" and not catalogue.unfinished()
+    assert digests(catalogue) == ["now"]
+
+
+def test_what_callers_unloaded_here_stays_away_though_a_node_has_an_older_load_of_it() -> None:
+    catalogue = AdapterCatalogue([], 2)
+    catalogue.adopt([served(adapter("a", "new"), 7)])
+    catalogue.unload("a")
+    catalogue.adopt([served(adapter("a", "old"), 5), AdapterLoad(adapter("a", "newer"), 9)])  # of one that was away
+    assert not catalogue.served and not catalogue.unfinished()
+    catalogue.serve(catalogue.begin(adapter("a", "again"), False, 100))
+    assert catalogue.served["a"].digest == "again"
+
+
 def test_nodes_are_told_which_loads_are_served() -> None:
     catalogue = AdapterCatalogue([], 1)
     loaded(catalogue, adapter("a", "old"))
