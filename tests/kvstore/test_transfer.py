@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import socket
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from descriptors import no_file_descriptors
 
 from kvstore.checksum import checksum, part_checksums
 from kvstore.segment import Segment
@@ -541,15 +541,13 @@ def test_a_server_without_file_descriptors_says_so_once_and_goes_on_when_it_has_
     segment = Segment.create("owner", 4096, 1)
     server = SegmentServer(segment, "owner", ("shm",))
     server.start()
-    path, (soft, hard) = server.address.unix_path, resource.getrlimit(resource.RLIMIT_NOFILE)
+    address = server.address
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
         peer.settimeout(20)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        try:
-            peer.connect("\0" + path[1:])
+        with no_file_descriptors():
+            peer.connect("\0" + address.unix_path[1:])
             time.sleep(0.5)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert server.address == address, "it is told with each hand-off"
         peer.shutdown(socket.SHUT_WR)
         assert peer.recv(1) == b""  # it was let in, and left without a greeting
     assert caplog.text.count("cannot accept a connection: [Errno 24]") == 1

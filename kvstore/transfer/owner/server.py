@@ -94,6 +94,7 @@ class SegmentServer:
         self._listeners: list[socket.socket] = []
         self._exporters: list[Exporter] = []  # from ``start`` on
         self._frames = FrameServer(segment, node_id, self._grants, self._changed, self._exporters, on_put)
+        self._host_id = host_id()
         self._unix_path = ""
         self._tcp_address = ""
         self._stopping = False
@@ -117,7 +118,7 @@ class SegmentServer:
         return SegmentAddress(
             node_id=self._node_id,
             incarnation=self._segment.incarnation,
-            host_id=host_id(),
+            host_id=self._host_id,
             unix_path=self._unix_path,
             tcp_address=self._tcp_address,
             block_bytes=self._segment.block_bytes,
