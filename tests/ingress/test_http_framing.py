@@ -346,13 +346,64 @@ async def answer_ok(scope, receive, send):
 
 
 @contextlib.asynccontextmanager
-async def listening(limits):
-    server = HttpServer(answer_ok, limits=limits)
+async def listening(limits, app=answer_ok):
+    server = HttpServer(app, limits=limits)
     port = await server.start("127.0.0.1", 0)
     try:
         yield port
     finally:
         await server.stop()
+
+
+IN_CHUNKS = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n"
+
+
+async def count_headers(scope, receive, send):
+    """Answer with the number of the request's headers, once all of its body is there."""
+    while (await receive()).get("more_body"):
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+    await send({"type": "http.response.body", "body": b"%d" % len(scope["headers"])})
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [b"0\r\n" + b"x-filler: %b\r\n" % (b"y" * 1000) * 1000, b"0\r\nx: " + b"y" * 1_000_000, b"2;" + b"y" * 1_000_000],
+)
+async def test_what_comes_with_a_body_in_chunks_has_a_bound(rest):
+    async with listening(ConnectionLimits(), count_headers) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(IN_CHUNKS)
+        for start in range(0, len(rest), 1000):
+            writer.write(rest[start : start + 1000])
+            await writer.drain()
+        async with asyncio.timeout(10):
+            status = await reader.readline()
+        writer.close()
+
+    assert b"431" in status
+
+
+async def test_many_requests_that_arrive_at_once_are_answered():
+    async with listening(ConnectionLimits(), count_headers) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(ASKED * 4000)
+        async with asyncio.timeout(20):
+            for _ in range(4000):
+                assert b"200" in await reader.readline()
+                await reader.readuntil(b"\r\n\r\n1")
+        writer.close()
+
+
+async def test_what_follows_a_body_is_no_header_of_the_request():
+    async with listening(ConnectionLimits(), count_headers) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(IN_CHUNKS + b"0\r\nauthorization: Bearer other\r\n\r\n" + ASKED)
+        async with asyncio.timeout(10):
+            first, second = await reader.readuntil(b"\r\n\r\n2"), await reader.readuntil(b"\r\n\r\n1")
+        writer.close()
+
+    assert first.startswith(b"HTTP/1.1 200") and second.startswith(b"HTTP/1.1 200")
 
 
 ASKED = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"

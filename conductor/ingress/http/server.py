@@ -97,12 +97,14 @@ class _Quiet:
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits: on connections, and on the size and duration of a request's head.
+    """uvicorn's protocol with limits: on connections, and on the size and duration of a request's head. What comes with
+    a body in chunks (extensions, trailers) has the same limit of size; nobody reads it.
 
     At any time either a request is being answered or a timer runs that will close the connection.
     """
 
-    _head_bytes = 0
+    _num_bytes = 0  # of a head, or since the last of a body
+    _is_new = False  # what has just arrived ends a head, or has some of a body
     _is_in_head = True
     _is_refused = False
     _timer: asyncio.TimerHandle | None = None
@@ -136,7 +138,16 @@ class _BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._start_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # otherwise it is a trailer
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_bytes, self._is_new = 0, True
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
+        self._num_bytes, self._is_new = 0, True
         self._is_in_head = False
         self._quiet.discard(self)
         self._stop_timer()
@@ -156,20 +167,21 @@ class _BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        self._is_new = False
         super().data_received(data)
         if self._is_refused or self.transport.is_closing():
             return
-        if self._is_in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEADER_BYTES:
-                self._refuse(b"431 Request Header Fields Too Large")
-        elif self.cycle.response_complete and self._timer is None:
+        if self._is_in_head or not self._is_new:
+            self._num_bytes += len(data)
+        if self._num_bytes > MAX_HEADER_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large")
+        elif not self._is_in_head and self.cycle.response_complete and self._timer is None:
             # No request: an empty line, or more of an unread body. uvicorn has stopped its timer for it.
             self._timer = self.loop.call_later(self._limits.idle_s, self.transport.close)
 
     def _start_head(self) -> None:
         self._stop_timer()
-        self._head_bytes = 0
+        self._num_bytes = 0
         self._is_in_head = True
         self._look_for_head(HEAD_LOOKS)
 
