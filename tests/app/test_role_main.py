@@ -225,6 +225,15 @@ def test_a_node_without_file_descriptors_stops_cleanly() -> None:
         assert "Traceback" not in err
 
 
+def test_a_node_that_crashes_says_where() -> None:
+    with lamp() as process:
+        assert said(process) == "on"
+        process.send_signal(signal.SIGABRT)
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == -signal.SIGABRT
+        assert "Fatal Python error: Aborted" in err and "role_main.py" in err
+
+
 def test_a_node_without_standard_files_takes_no_other_file_for_them() -> None:
     with subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", ROLE]) as process:
         try:

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import itertools
 import logging
 import os
@@ -63,6 +64,7 @@ def run_role(name: str, build: Callable[[Config], Node]) -> None:
     the node was still starting, ``START_GRACE_S`` after it, even during computations or compilations.
     """
     hold_standard_files()
+    faulthandler.enable()  # a library that finds no memory ends the process without a word
     arguments = _parse(name)
     try:
         config = load_config(arguments.config, arguments.set)
