@@ -168,7 +168,8 @@ def _run(command: Sequence[str]) -> bytes:
     try:
         return subprocess.run(command, check=True, capture_output=True, timeout=BUILD_TIMEOUT_S).stdout
     except subprocess.CalledProcessError as error:
-        reason = error.stderr.decode(errors="replace").strip().splitlines()
-        raise BuildFailed(f"{command[0]} failed: {reason[0] if reason else f'exit {error.returncode}'}") from None
+        lines = error.stderr.decode(errors="replace").strip().splitlines() or [f"exit {error.returncode}"]
+        reason = next((line for line in lines if "error: " in line), lines[0])  # before it, what included what
+        raise BuildFailed(f"{command[0]} failed: {reason}") from None
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildFailed(f"{command[0]} did not run: {error}") from None

@@ -48,9 +48,10 @@ def test_processes_that_start_together_build_one_library_and_later_ones_find_it(
         ({"PATH": "/nowhere"}, "install g++"),
         ({"CXX": "/bin/false"}, "false failed"),
         ({"CXXFLAGS": "-fno-such"}, "-fno-such"),
+        ({"CXXFLAGS": "-Dstruct=class"}, " error: "),
         ({"XDG_CACHE_HOME": "/proc/nowhere"}, "set XDG_CACHE_HOME"),
     ],
-    ids=["no compiler", "broken compiler", "a flag that it does not know", "no place"],
+    ids=["no compiler", "broken compiler", "a flag that it does not know", "a header with an error", "no place"],
 )
 def test_without_a_build_the_reference_serves_and_one_line_says_why(
     users: ForkServer, tmp_path: Path, environment: dict[str, str], reason: str
