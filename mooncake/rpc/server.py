@@ -48,6 +48,8 @@ _CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", int(CONNECT_S * 1e3)),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # What a name means is looked up again when its address does not answer, though not more often than this.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
     # A shared one makes a new channel wait before it tries an address that was out of reach for another channel.
     ("grpc.use_local_subchannel_pool", 1),
 )

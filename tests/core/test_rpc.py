@@ -8,12 +8,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from machines import missing
 
 from mooncake import errors
 from mooncake.addresses import join_address, split_address
@@ -52,6 +54,39 @@ async def test_a_port_that_another_process_has_taken_is_told_as_such() -> None:
     told = error_from_rpc(failed.value, address)
     assert isinstance(told, errors.NodeUnavailable)
     assert told.message == f"{address}: another service answers there, or another version of this one"
+
+
+MOVES = """
+import asyncio, pathlib, time
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from mooncake.rpc.server import Channels, RpcServer
+
+async def main():
+    hosts, (one, other) = pathlib.Path("/etc/hosts"), (RpcServer(), RpcServer())
+    hosts.write_text("127.0.0.1 conductor.test")
+    port = await one.start("127.0.0.1", 0)
+    stub = health_pb2_grpc.HealthStub(Channels().get(f"conductor.test:{port}"))
+    await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+    await one.stop(0)
+    hosts.write_text("127.0.0.2 conductor.test")
+    await other.start("127.0.0.2", port)
+    began = time.monotonic()
+    await stub.Check(health_pb2.HealthCheckRequest(), timeout=40, wait_for_ready=True)
+    print(time.monotonic() - began)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=f"names need a file of a test's own: {missing()}")
+def test_a_peer_whose_name_means_another_address_is_found_soon(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.touch()
+    script = f'mount --bind {hosts} /etc/hosts; exec "$0" -c "$1"'
+    command = ["unshare", "--mount", "sh", "-ec", script, sys.executable, MOVES]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 10
 
 
 class Servicer(inference_pb2_grpc.InferenceServicer):
