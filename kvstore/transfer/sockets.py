@@ -17,6 +17,7 @@ from typing import Any
 from mooncake.errors import DeadlineExceeded
 
 TICK_S = 1.0
+UNHEARD_MS = 20_000  # after which a connection has ended whose peer acknowledges nothing
 _TICK_US = 1_000_000
 
 _TIMEVAL = struct.Struct("@ll")
@@ -56,7 +57,9 @@ def tune(sock: socket.socket) -> None:
 def keep_alive(sock: Any) -> None:
     """``sock``: a TCP socket, or its wrapper in an event loop."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+    # The last one is for what was sent, and is not acknowledged: the others do not count then.
+    options = ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", UNHEARD_MS)
+    for name, value in options:
         with contextlib.suppress(AttributeError, OSError):  # not on every system
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 

@@ -159,6 +159,21 @@ def test_requests_of_machines_that_have_lost_each_other_go_elsewhere(cluster: Cl
     cluster.until_idle()
 
 
+def test_requests_go_elsewhere_where_only_the_connections_for_kv_are_lost(cluster: Cluster) -> None:
+    """As when a firewall on the way forgets them: calls of the same machines arrive, and nobody is suspected."""
+    wanted = cluster.ask_all(prompts(250))
+    segments = [node["info"]["segment"] for node in cluster.nodes() if node["info"]["role"] == "decode"]
+    for address, _, port in (segment["tcp_address"].partition(":") for segment in segments):
+        machine = cluster.machines[address]
+        machine.mute(port)
+        started = time.monotonic()
+        assert cluster.ask_all(prompts(250)) == wanted
+        assert time.monotonic() - started < 60
+        machine.unmute(port)
+    assert cluster.ask_all(prompts(250)) == wanted
+    cluster.until_idle()
+
+
 def test_a_machine_that_everybody_has_lost_for_a_while_serves_again(cluster: Cluster) -> None:
     wanted = cluster.ask_all(prompts(300))
     gone = cluster.machines[DECODE]

@@ -90,6 +90,13 @@ class Machine:
     def find(self, other: Machine) -> None:
         self._do("ip", "neighbour", "del", other.address, "dev", "eth0")
 
+    def mute(self, port: str) -> None:
+        """What this machine sends from a TCP port is lost."""
+        self._do("ip", "rule", "add", "priority", "1", "ipproto", "tcp", "sport", port, "blackhole")
+
+    def unmute(self, port: str) -> None:
+        self._do("ip", "rule", "del", "priority", "1", "ipproto", "tcp", "sport", port, "blackhole")
+
     def close(self) -> None:
         for process in self._started:
             process.terminate()
