@@ -110,6 +110,8 @@ def _read_gpt_neox(settings: Settings, shapes: Published) -> dict[str, object]:
     if kind != "default":
         raise ModelError(f"{settings.source} scales its positions by {kind!r}, which is not supported for this family")
     share = rope.number("partial_rotary_factor", settings.number("rotary_pct", 0.25))
+    if not 0 <= share <= 1:
+        raise ModelError(f"{settings.source}: rotary_pct must be a share of a head, got {share}")
     return {
         **read_sizes(settings, "num_hidden_layers", "hidden_size", "num_attention_heads"),
         "intermediate_size": settings.integer("intermediate_size"),

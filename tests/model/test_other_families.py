@@ -163,6 +163,7 @@ def test_of_a_token_one_row_is_kept(tmp_path: Path) -> None:
         ("opt", {"do_layer_norm_before": False}, "norms after each layer"),
         ("opt", {"word_embed_proj_dim": 48}, "projects its embeddings"),
         ("gpt-neox", {"attention_bias": False}, "attention_bias"),
+        ("gpt-neox", {"rope_parameters": {"partial_rotary_factor": float("nan")}}, "must be a share of a head"),
         ("starcoder2", {"use_bias": False}, "leaves out the biases"),
         ("granite", {"residual_multiplier": 0.0}, "must be positive"),
         ("granite", {"mlp_bias": True}, "asks for mlp_bias"),
