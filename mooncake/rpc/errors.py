@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 
 from mooncake import errors
@@ -108,10 +110,15 @@ def _transport_failure(code: grpc.StatusCode, message: str) -> tuple[type[Moonca
 
 def _made(cls: type[MooncakeError], message: str, pushback_ms: str, param: str | None) -> MooncakeError:
     if issubclass(cls, errors.Overloaded):
-        return cls(message, int(pushback_ms if pushback_ms.isdigit() else "1000") / 1000)
+        return cls(message, _retry_after_s(pushback_ms))
     if issubclass(cls, errors.InvalidRequest):
         return cls(message, param)
     return cls(message)
+
+
+def _retry_after_s(pushback: str) -> float:
+    """What a peer says in milliseconds, or a second if that is no number that we would say."""
+    return int(pushback) / 1000 if re.fullmatch("[0-9]{1,9}", pushback) else 1.0
 
 
 def parts_of_error(error: MooncakeError) -> bytes:

@@ -22,7 +22,7 @@ from mooncake.addresses import join_address, split_address
 from mooncake.errors import MooncakeError
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc import inference_pb2_grpc
-from mooncake.rpc.errors import error_from_rpc, status_of
+from mooncake.rpc.errors import error_from_parts, error_from_rpc, status_of
 from mooncake.rpc.server import MAX_MESSAGE_BYTES, Channels, RpcServer, remaining_s
 
 SERVICE = "mooncake.v1.Inference"
@@ -54,6 +54,15 @@ async def test_a_port_that_another_process_has_taken_is_told_as_such() -> None:
     told = error_from_rpc(failed.value, address)
     assert isinstance(told, errors.NodeUnavailable)
     assert told.message == f"{address}: another service answers there, or another version of this one"
+
+
+@pytest.mark.parametrize("said", ["", "soon", "²", "-1", "9" * 5000])
+def test_a_peer_that_says_nonsense_about_when_to_return_is_told_as_overloaded(said: str) -> None:
+    metadata = grpc.aio.Metadata(("grpc-retry-pushback-ms", said))
+    refused = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), metadata, "full")
+    for told in (error_from_rpc(refused), error_from_parts(f"overloaded\n\n{said}\nfull".encode())):
+        assert isinstance(told, errors.Overloaded)
+        assert told.retry_after_s == 1.0
 
 
 MOVES = """
