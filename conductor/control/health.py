@@ -24,6 +24,7 @@ from mooncake.config import HealthSection
 MAX_DEVIATION = 1.0  # cap on one step's deviation, in ln
 SLOW_DEVIATIONS = 3.0  # a slow node's steps are also longer by this many of its typical deviations
 ERRORS_KEPT_S = 60.0  # corrupt blocks count together for this long
+ERRORS_KEPT = 64  # of them, of one node
 PROBES_NEEDED = 3  # in a row, to return to service
 MAX_SHARE = 1 / 3  # of a role's nodes that may be out of service at once
 JITTER_MS = 2.0  # what a busy machine may add to a step: one of 1 ms that takes 2 is no fault
@@ -141,16 +142,16 @@ class HealthTracker:
         """One step. The baseline does not follow steps of a slow node, and hardly those of one that may be slow: a
         degraded node would become the norm."""
         speed = self._speeds.get(node_id)
-        if speed is not None and ms > 0.0 and predicted_ms > 0.0:
+        if speed is not None and 0.0 < ms < math.inf and predicted_ms > 0.0:
             learning = 0.0 if self.is_slow(node_id) else 0.1 if self.may_be_slow(node_id) else 1.0
             speed.add(math.log((ms + JITTER_MS) / (predicted_ms + JITTER_MS)), learning)
 
-    def checksum_error(self, node_id: str, now: float) -> None:
-        """A block that the node wrote or stored had the wrong bytes."""
+    def checksum_errors(self, node_id: str, count: int, now: float) -> None:
+        """So many blocks that the node wrote or stored had the wrong bytes."""
         record = self._records.get(node_id)
         if record is not None:
             recent = [at for at in record.errors or [] if now - at < ERRORS_KEPT_S]
-            record.errors = [*recent[-63:], now]
+            record.errors = [*recent, *[now] * max(0, min(count, ERRORS_KEPT))][-ERRORS_KEPT:]
 
     def probed(self, node_id: str, ok: bool) -> None:
         """Whether it answered a probe, or computed a known result, in time."""

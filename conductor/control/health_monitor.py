@@ -106,14 +106,14 @@ class HealthMonitor:
         corrupt = counters.get(CORRUPT_COUNTER, 0)
         node = self._registry.get(node_id)
         if node is not None and node.info.role is Role.STORE:  # on other roles it counts what others have sent
-            for _ in range(corrupt - baseline.corrupt if baseline.corrupt is not None else 0):
-                self.tracker.checksum_error(node_id, self._clock())
+            before = corrupt if baseline.corrupt is None else baseline.corrupt
+            self.tracker.checksum_errors(node_id, corrupt - before, self._clock())
         baseline.corrupt = corrupt
 
     def checksum_error(self, nodes: Iterable[NodeInfo]) -> None:
         """Bytes were corrupted between these nodes. It counts against each; the faulty one collects more of them."""
         for info in nodes:
-            self.tracker.checksum_error(info.node_id, self._clock())
+            self.tracker.checksum_errors(info.node_id, 1, self._clock())
 
     def tick(self, now: float) -> None:
         """Pass health changes to the registry, and start the probes that are due."""

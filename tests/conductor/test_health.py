@@ -1,5 +1,7 @@
 """Sick nodes: found by what they do, taken out step by step, and taken back when they are well."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -95,8 +97,7 @@ def test_a_silent_node_is_suspected_within_three_seconds() -> None:
 
 def test_a_suspect_is_one_no_longer_for_a_time_in_which_nobody_listened() -> None:
     nodes = Nodes()
-    nodes.tracker.checksum_error("d0", nodes.now)
-    nodes.tracker.checksum_error("d0", nodes.now)
+    nodes.tracker.checksum_errors("d0", 2, nodes.now)
     nodes.run(2)
     nodes.now += 3600.0
     nodes.tracker.discount_pause(3600.0)
@@ -110,9 +111,23 @@ def test_corrupt_blocks_isolate() -> None:
     nodes = Nodes()
     nodes.run(10)
     for _ in range(8):
-        nodes.tracker.checksum_error("d4", nodes.now)
+        nodes.tracker.checksum_errors("d4", 1, nodes.now)
         nodes.run(1)
     assert Health.ISOLATED in nodes.states("d4")
+
+
+def test_what_a_node_counts_may_be_any_number() -> None:
+    """It takes the conductor no longer, and says nothing of other nodes."""
+    nodes = Nodes(count=2)
+    nodes.tracker.checksum_errors("d0", 1 << 63, nodes.now)
+    nodes.tracker.checksum_errors("d1", -(1 << 64), nodes.now)
+    for ms in (math.inf, math.nan, -1.0):
+        nodes.tracker.measured("d1", ms, nodes.usual_ms)
+    nodes.run(60)
+    assert Health.ISOLATED in nodes.states("d0") and nodes.states("d1") == []
+    nodes.slower["d1"] = 10.0
+    nodes.run(60)
+    assert nodes.tracker.is_slow("d1")
 
 
 def test_all_nodes_slow_is_load_and_no_failure() -> None:

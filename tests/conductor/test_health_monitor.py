@@ -6,11 +6,13 @@ import time
 
 import pytest
 
+from conductor.control.health_monitor import CORRUPT_COUNTER
 from conductor.core import TICK_S
-from conductor.registry import Health, NodeState
+from conductor.registry import Health, NodeInfo, NodeState
 from mooncake.config import load_config
 from mooncake.errors import ChecksumMismatch
 from mooncake.rpc import cluster_pb2
+from mooncake.types import Role
 
 FAST = {
     "health.confirm_s": 0.2,
@@ -82,6 +84,16 @@ async def test_a_slow_node_is_compared_with_its_healthy_baseline_not_with_the_ad
     assert costs.prefill("p1").ms(64, 0) > 100.0
     await cluster.eventually(lambda: monitor.tracker.state("p1") is not Health.HEALTHY)
     assert [monitor.tracker.is_slow(name) for name in ("p0", "p1", "p2")] == [False, True, False]
+
+
+@pytest.mark.timeout(30)
+async def test_a_store_may_report_any_number_of_checksum_errors(cluster) -> None:
+    health = cluster.core.health
+    cluster.core.register(NodeInfo("s0", Role.STORE, 1, "here:1"), [])
+    for count in (0, 1 << 63, 0, (1 << 64) - 1):
+        health.heartbeat("s0", cluster_pb2.CostSamples(), {CORRUPT_COUNTER: count})
+    health.tick(time.monotonic())
+    assert health.tracker.state("s0") is Health.SUSPECTED
 
 
 async def test_a_conductor_that_stood_still_has_not_watched_a_suspect_meanwhile(fake_cluster_of) -> None:
