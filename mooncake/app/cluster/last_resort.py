@@ -8,6 +8,7 @@ here. It knows nothing of nodes.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import os
 import sys
@@ -34,8 +35,8 @@ def end_when_crippled(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class LoopWatch:
-    """Ends this process with 1 when its event loop makes no pass for ``timeout_s``. Time in which the process itself
-    was stopped does not count."""
+    """Ends this process with 1 when its event loop makes no pass for ``timeout_s``, and tells where it stands. Time in
+    which the process itself was stopped does not count."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, timeout_s: float = LOOP_TIMEOUT_S) -> None:
         self._loop = loop
@@ -54,6 +55,7 @@ class LoopWatch:
                     self._loop.call_soon_threadsafe(self._hear)
                 except RuntimeError:  # it is closed
                     return
+        faulthandler.dump_traceback(2)
         _end(f"the event loop has not made a pass for {self._timeout_s:g} s".encode())
 
     def _hear(self) -> None:
