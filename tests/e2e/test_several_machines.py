@@ -142,8 +142,10 @@ def test_the_guide_is_a_cluster_that_answers_over_tcp(cluster: Cluster) -> None:
     wanted = cluster.ask_all(prompts(100))
     assert cluster.ask_all(prompts(100)) == wanted
     cluster.until_idle()
-    [prefill] = [node for node in cluster.nodes() if node["info"]["role"] == "prefill"]
-    used = {each["peer"]: each["transport"] for each in prefill["transports"]}
+    used: dict[str, str] = {}
+    while not used:  # until a heartbeat tells of what was just sent
+        [prefill] = [node for node in cluster.nodes() if node["info"]["role"] == "prefill"]
+        used = {each["peer"]: each["transport"] for each in prefill.get("transports", ())}
     assert used.pop("store-b") == "shm", "a store beside the node"
     assert set(used.values()) == {"tcp"}
 
