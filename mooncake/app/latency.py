@@ -156,7 +156,8 @@ def summarize(results: Sequence[RequestResult], block_tokens: int, duration_s: f
         met_slo=met,
         goodput_per_s=met / duration_s,
         goodput_share=met / max(1, len(sent)),
-        late_ms=Spread.of((result.sent_s - result.planned_s) * 1000 for result in sent),
+        # a timer may fire a moment too early
+        late_ms=Spread.of(max(result.sent_s - result.planned_s, 0.0) * 1000 for result in sent),
     )
 
 

@@ -49,5 +49,10 @@ def test_the_three_hit_rates_are_told_apart() -> None:
     assert hits.request_mean == (0.8 + 0) / 2
 
 
+def test_a_request_that_is_sent_a_moment_too_early_is_not_late() -> None:
+    early = RequestResult(0, planned_s=1.0, sent_s=0.999, outcome=Outcome.OK)
+    assert summarize([early, ok(1, 1)], 16, 2.0, SLO()).late_ms.p50 == 0.0
+
+
 def test_nothing_measured_is_no_crash() -> None:
     assert summarize([], 16, 0.0, SLO()).goodput_share == 0
