@@ -6,11 +6,16 @@ Torch-free.
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from mooncake.errors import ModelError
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 20.0  # a hub that says nothing for so long is not waited for
 
 _NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?(?::(?P<quantisation>[\w.-]+))?")
 _FILES = (".gguf", ".safetensors", ".json")
@@ -80,18 +85,33 @@ def _fetched(name: HubName) -> Path:
 
     hub = constants.ENDPOINT
     try:
-        return _snapshot(name, local_files_only=False)
+        return _snapshot(name, local_files_only=not _is_reached(name))
     except errors.GatedRepoError:
         raise ModelError(f"{name} is gated: accept its terms at {hub}/{name.repository}, and set HF_TOKEN") from None
     except errors.RepositoryNotFoundError:
         raise ModelError(f"there is no model {name} at {hub}, nor here; private ones need HF_TOKEN") from None
     except errors.RevisionNotFoundError:
         raise ModelError(f"{name.repository} has no revision {name.revision} at {hub}") from None
-    except errors.LocalEntryNotFoundError as error:
-        why = error.__cause__ or error
-        raise ModelError(f"there is no model at {name} here, nor can it be fetched from {hub}: {why}") from None
+    except errors.LocalEntryNotFoundError:
+        raise ModelError(f"there is no model at {name} here, and {hub} cannot be reached to fetch it") from None
     except Exception as error:  # also its HTTP client's and its storage's, which it does not name
         raise ModelError(f"cannot fetch {name} from {hub}: {error}") from None
+
+
+def _is_reached(name: HubName) -> bool:
+    """Whether the hub answers at all. Raises its errors, such as that it has no such model. ``snapshot_download`` would
+    wait for ever for a hub that is silent; where it is not reached, a cache of old may still have the model."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        HfApi().model_info(name.repository, revision=name.revision, timeout=SILENCE_S)
+    except HfHubHTTPError:
+        raise
+    except Exception as error:  # of its HTTP client, or that it is told to stay offline
+        log.warning("%s cannot be asked for %s: %s", constants.ENDPOINT, name, error)
+        return False
+    return True
 
 
 def _snapshot(name: HubName, *, local_files_only: bool) -> Path:
@@ -112,8 +132,13 @@ def _snapshot(name: HubName, *, local_files_only: bool) -> Path:
 def _what_it_has(name: HubName) -> str:
     """The end of a sentence about a model that cannot be read."""
     from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    files = [file.path for file in get_cached_repo_tree(name.repository, revision=name.revision)]
+    try:
+        tree = get_cached_repo_tree(name.repository, revision=name.revision)
+    except CachedRepoTreeNotFoundError:  # a cache of old
+        return ""
+    files = [file.path for file in tree]
     if quantised := [path for path in files if path.endswith(".gguf")]:
         return f"; {name}:QUANTISATION names one of {', '.join(quantised)}"
     pickled = [path for path in files if path.endswith((".bin", ".pt", ".pth"))]

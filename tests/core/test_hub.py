@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
 import pytest
 from hub import Hub, commit_of
-from huggingface_hub import constants
+from huggingface_hub import _tree_cache, constants
 from tiny_gguf import write_gguf
 from tiny_model import write_tiny_model
 
@@ -118,8 +119,31 @@ def test_what_cannot_be_fetched_is_told(hub: Hub, tmp_path: Path, monkeypatch: p
     with pytest.raises(ModelError, match="no safetensors files, only pickles, which could run any code"):
         open_checkpoint("acme/pickled")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"no model at acme/other here, nor can it be fetched from .*: Cannot reach"):
+    with pytest.raises(ModelError, match=r"no model at acme/other here, and http://127.* cannot be reached to fetch"):
         open_checkpoint("acme/other")
+
+
+def test_a_hub_that_is_silent_is_not_waited_for(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mooncake.hub.SILENCE_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ModelError, match="cannot be reached to fetch it"):
+            open_checkpoint("acme/tiny")
+
+
+def test_a_cache_that_does_not_tell_what_it_should_have_is_used_where_no_hub_is(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As older versions of huggingface_hub left them."""
+    fetched = open_checkpoint("acme/tiny")
+    for told in (tmp_path / "cache").rglob("trees/*.json"):
+        told.unlink()
+    _tree_cache._IN_MEMORY_TREE_CACHE.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert open_checkpoint("acme/tiny").digest == fetched.digest
+    (fetched.path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"acme/tiny has no safetensors files$"):
+        open_checkpoint("acme/tiny")
 
 
 def test_folders_come_before_names(hub: Hub, tmp_path: Path) -> None:
