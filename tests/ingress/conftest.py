@@ -19,6 +19,8 @@ from conductor.ingress.app import Ingress
 from conductor.stats import DispatchStats
 from mooncake.api_keys import ApiKeys
 from mooncake.config import ConductorSection, Config, ModelSection
+from mooncake.errors import InvalidRequest
+from mooncake.guides import Guides
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.server import RpcServer
 from mooncake.sampling_defaults import NEUTRAL
@@ -278,6 +280,15 @@ class Front:
     @property
     def prompts(self):
         return [bytes(asked.tokens.tolist()).decode() for asked in self.script.asked]
+
+    def guide_lets(self, text):
+        """Whether the guide of the last request lets ``text`` be the answer."""
+        state = Guides(lambda: self.tokenizer, self.tokenizer.vocab_size).state(self.script.asked[-1].sampling.guide)
+        state.follow(self.tokenizer.encode(text))
+        try:
+            return bool(state.allowed()[self.tokenizer.eos_ids[0]])
+        except InvalidRequest:  # it has left the guide
+            return False
 
 
 @contextlib.asynccontextmanager

@@ -14,8 +14,6 @@ from conductor.ingress.metrics import Metrics
 from conductor.ingress.parsers.output_format import output_format
 from conductor.ingress.parsers.reasoning import Start
 from conductor.stats import DispatchStats
-from mooncake.errors import InvalidRequest
-from mooncake.guides import Guides
 from mooncake.rpc.cluster_pb2 import StatusResponse
 from mooncake.sampling import SamplingParams
 from mooncake.types import FinishReason, SampledToken
@@ -197,16 +195,6 @@ async def test_a_response_has_its_thought_as_an_item_with_events(front, client):
     assert f"<assistant>{ANSWER}{{'reasoning_content'" in prompt
 
 
-def takes(front, text: str) -> bool:
-    """Whether the guide of the last request lets ``text`` be the answer."""
-    state = Guides(lambda: front.tokenizer, front.tokenizer.vocab_size).state(front.script.asked[-1].sampling.guide)
-    state.follow(front.tokenizer.encode(text))
-    try:
-        return bool(state.allowed()[front.tokenizer.eos_ids[0]])
-    except InvalidRequest:  # it has left the guide
-        return False
-
-
 @pytest.mark.parametrize("opens", ["", "<think>\n"])
 async def test_a_guide_begins_behind_the_thought(open_front, opens):
     async with open_front(template="<think> </think>", opens=opens) as front:
@@ -214,9 +202,11 @@ async def test_a_guide_begins_behind_the_thought(open_front, opens):
         await front.http.post("/v1/chat/completions", json={"messages": ASK, "response_format": form})
 
     first = "" if opens else "<think>"
-    assert takes(front, f'{first}Let {{me}} see.\n</think>\n\n{{"a": 3}}')
-    assert not takes(front, f'{first}Let me see.</think>{{"a": "x"}}') and not takes(front, f"{first}Let me see.")
-    assert takes(front, '{"a": 3}') == (not opens)  # a model may answer at once, where nothing was begun
+    assert front.guide_lets(f'{first}Let {{me}} see.\n</think>\n\n{{"a": 3}}')
+    assert not front.guide_lets(f'{first}Let me see.</think>{{"a": "x"}}') and not front.guide_lets(
+        f"{first}Let me see."
+    )
+    assert front.guide_lets('{"a": 3}') == (not opens)  # a model may answer at once, where nothing was begun
 
 
 async def test_a_wrong_guide_is_refused_by_its_own_name(client):
@@ -234,9 +224,9 @@ async def test_a_guide_of_harmony_is_for_the_final_channel(open_front):
         answer = await front.http.post("/v1/chat/completions", json={"messages": ASK, "response_format": form})
         message = answer.json()["choices"][0]["message"]
         assert (message["reasoning"], message["content"]) == ("Hm.", '{"a": 1}')
-        assert takes(front, front.script.text)
-        assert takes(front, '<|channel|>final<|message|>{"a": 1}')
-        assert not takes(front, front.script.text.replace("1", '"x"')) and not takes(front, '{"a": 1}')
+        assert front.guide_lets(front.script.text)
+        assert front.guide_lets('<|channel|>final<|message|>{"a": 1}')
+        assert not front.guide_lets(front.script.text.replace("1", '"x"')) and not front.guide_lets('{"a": 1}')
 
 
 @pytest.mark.parametrize("stop", [(), ("tag.",), ("\n</th",)])

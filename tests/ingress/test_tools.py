@@ -12,8 +12,7 @@ import pytest
 from conductor.ingress.parsers.json_calls import CLOSE, OPEN, JsonCallParser
 from conductor.ingress.parsers.parts import CallPart, FirstCallParser, joined_calls
 from conductor.ingress.tools import SaidCall, SaidFunction, chat_calls
-from mooncake.errors import ConfigError, InvalidRequest
-from mooncake.guides import Guides
+from mooncake.errors import ConfigError
 from mooncake.sampling import GuideKind
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -323,12 +322,7 @@ async def test_a_call_is_held_to_what_its_parameters_refer_to(front, client, cho
     await client.chat.completions.create(model="bytes", messages=ASK, tools=tools, tool_choice=choice)
 
     def takes(call: str) -> bool:
-        state = Guides(lambda: front.tokenizer, front.tokenizer.vocab_size).state(front.script.asked[0].sampling.guide)
-        state.follow(front.tokenizer.encode(f"[{call}, {call}]" if choice == "required" else call))
-        try:
-            return bool(state.allowed()[front.tokenizer.eos_ids[0]])
-        except InvalidRequest:  # it has left the guide
-            return False
+        return front.guide_lets(f"[{call}, {call}]" if choice == "required" else call)
 
     assert takes(front.script.text)
     assert takes('{"name": "book_flight", "arguments": {"flight": {"gate": 3}, "then": {"flight": {"gate": 4}}}}')
@@ -387,16 +381,6 @@ FORM = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 FORMAT = {"type": "json_schema", "json_schema": {"name": "City", "schema": FORM}}
 
 
-def lets(front, text: str) -> bool:
-    """Whether the guide of the last request lets ``text`` be the answer."""
-    state = Guides(lambda: front.tokenizer, front.tokenizer.vocab_size).state(front.script.asked[-1].sampling.guide)
-    state.follow(front.tokenizer.encode(text))
-    try:
-        return bool(state.allowed()[front.tokenizer.eos_ids[0]])
-    except InvalidRequest:  # it has left the guide
-        return False
-
-
 @pytest.mark.parametrize(
     ("template", "thought", "text"),
     [
@@ -422,30 +406,30 @@ async def test_who_may_call_a_tool_calls_it_or_answers_in_the_format(open_front,
             wishes = {"messages": ASK, "tools": [WEATHER], "response_format": FORMAT}
             asked = await front.http.post("/v1/chat/completions", json=wishes)
             told.append(asked.json()["choices"][0])
-            assert lets(front, front.script.text)
+            assert front.guide_lets(front.script.text)
 
     assert told[0]["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
     assert [choice["finish_reason"] for choice in told] == ["tool_calls", "stop"]
     assert told[1]["message"]["content"] == '{"city": "Bern"}'
     for wrong in ("It is warm.", answer.replace('"Bern"', "3"), f"It is warm. {text}"):
-        assert not lets(front, wrong)
+        assert not front.guide_lets(wrong)
     if CALL in text:  # a form that is known exactly
-        assert not lets(front, thought + CALL.replace("get_weather", "get_it"))
-        assert not lets(front, thought + CALL.replace('{"city": "Zürich"}', "3"))
+        assert not front.guide_lets(thought + CALL.replace("get_weather", "get_it"))
+        assert not front.guide_lets(thought + CALL.replace('{"city": "Zürich"}', "3"))
 
 
 async def test_tools_that_no_guide_could_follow_go_with_a_format(front, client):
     odd = {"description": "&" * 20, "not": {"required": ["x"]}}
     tools = [BROKEN, {"type": "function", "function": {"name": "odd", "parameters": {"type": "object"} | odd}}]
     await client.chat.completions.create(model="bytes", messages=ASK, tools=tools, response_format=FORMAT)
-    assert lets(front, CALL.replace("get_weather", "odd")) and lets(front, '{"city": "Bern"}')
+    assert front.guide_lets(CALL.replace("get_weather", "odd")) and front.guide_lets('{"city": "Bern"}')
 
 
 async def test_a_guide_that_is_no_format_is_for_the_whole_answer(front, client):
     extra = {"structured_outputs": {"json": FORM}}
     for more in ({"extra_body": extra}, {"extra_body": extra, "response_format": {"type": "text"}}):
         await client.chat.completions.create(model="bytes", messages=ASK, tools=[WEATHER], **more)
-        assert lets(front, '{"city": "Bern"}') and not lets(front, CALL)
+        assert front.guide_lets('{"city": "Bern"}') and not front.guide_lets(CALL)
 
 
 @pytest.mark.parametrize("more", [{}, {"tool_calls": []}, {"refusal": "No."}])
