@@ -87,7 +87,8 @@ async def test_a_node_waits_while_another_process_has_its_conductors_port(
     port = await other.start("127.0.0.1", 0)
     node = member(f"127.0.0.1:{port}", info())
     await node.start()
-    await asyncio.sleep(0.5)  # a few attempts
+    await until(lambda: [record for record in caplog.records if record.levelno >= logging.WARNING])
+    await asyncio.sleep(0.5)  # a few more attempts, of which nothing is told
     [record] = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "another service answers there" in record.message
     await other.stop(0)
