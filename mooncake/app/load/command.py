@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
@@ -40,20 +40,20 @@ class LoadOptions:
     """Prompts are those of ``prompts`` or ``trace`` if there is one, otherwise random ones of this ``shape``. ``count``
     None: as many as those have. ``speed`` and ``tokens_per_block`` are of a trace, which has times of its own."""
 
-    model: str = ""
-    rate: float = math.inf
-    burstiness: float = 1.0
-    concurrency: int = 64
-    count: int | None = None
-    shape: Shape = field(default_factory=Shape)
-    prompts: Path | None = None
-    trace: Path | None = None
-    speed: float = 1.0
-    tokens_per_block: int = 16
-    is_plain: bool = False
-    timeout_s: float = 300.0
-    slo: SLO = field(default_factory=SLO)
-    seed: int = 0
+    model: str
+    rate: float
+    burstiness: float
+    concurrency: int
+    count: int | None
+    shape: Shape
+    prompts: Path | None
+    trace: Path | None
+    speed: float
+    tokens_per_block: int
+    is_plain: bool
+    timeout_s: float
+    slo: SLO
+    seed: int
 
     def told(self) -> dict[str, object]:
         """What of it affects results: names of files without their folders, no limit as None."""
