@@ -373,6 +373,15 @@ class InterruptAt:
         return self
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Background jobs of a shell ignore interrupts, and what they start does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_anywhere_leaves_nothing_half_done(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, head_dim=16)
     prompts = [list(range(100 + i, 120 + 5 * i)) for i in range(3)]
@@ -398,6 +407,7 @@ def test_an_interrupt_anywhere_leaves_nothing_half_done(tmp_path: Path) -> None:
         assert pressed.left < 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_interrupt_does_not_wait() -> None:
     with pytest.raises(KeyboardInterrupt), HeldInterrupts():
         signal.raise_signal(signal.SIGINT)

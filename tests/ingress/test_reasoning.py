@@ -203,9 +203,8 @@ async def test_a_guide_begins_behind_the_thought(open_front, opens):
 
     first = "" if opens else "<think>"
     assert front.guide_lets(f'{first}Let {{me}} see.\n</think>\n\n{{"a": 3}}')
-    assert not front.guide_lets(f'{first}Let me see.</think>{{"a": "x"}}') and not front.guide_lets(
-        f"{first}Let me see."
-    )
+    assert not front.guide_lets(f'{first}Let me see.</think>{{"a": "x"}}')
+    assert not front.guide_lets(f"{first}Let me see.")
     assert front.guide_lets('{"a": 3}') == (not opens)  # a model may answer at once, where nothing was begun
 
 
