@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from mooncake.engine.cache.kv_cache import HERE, Arrival, KVCache
+from mooncake.engine.cache.kv_cache import HERE, Arrival, KVCache, own_memory
 from mooncake.engine.contract import AsyncModel, CausalModel, HasVocabulary, StartedStep
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.kernels.gpu.kernels import copy_pages
@@ -38,7 +40,13 @@ class DeviceCache:
         self.num_blocks = num_blocks
         self.num_places = num_places
         self.tensor = torch.zeros((num_blocks, *shape), dtype=dtype, device=device)
-        self._places = torch.empty((num_places, *shape), dtype=dtype, pin_memory=device.type == "cuda")
+        # Not torch's pinned memory, which is rounded up to a power of two.
+        num_bytes = num_places * layout.block_bytes
+        places = np.frombuffer(own_memory(num_bytes), np.uint8, num_bytes)
+        self._places = torch.from_numpy(places).view(dtype).view(num_places, *shape)
+        if num_places and device.type == "cuda":
+            unpin = _pin(places, device, "preempted sequences: lower swap_gb")
+            weakref.finalize(self, unpin).atexit = False  # the process and its GPU end together
 
     def copy_block(self, source: int, target: int) -> None:
         """Synchronous, because the time a copy takes decides whether the next one pays."""
@@ -77,9 +85,8 @@ class HostMirror:
         if self._device[0].nbytes % 8:
             raise ConfigError("a GPU's part of a layer is no run of whole 8-byte words: make block.tokens even")
         self._goes_out = share is None or share.goes_out
-        self._is_pinned = cache.tensor.is_cuda
-        if self._is_pinned:
-            self._pin()
+        is_pinned = cache.tensor.is_cuda
+        self._unpin = _pin(self.memory, cache.tensor.device, "the cache's mirror: lower kv_gb") if is_pinned else None
         self._out, self._in = (_Lane(cache.tensor.device, self._runs_a_block) for _ in range(2))
         # Compiled now: the first hand-off would wait for it. Block 0 comes back as it was.
         self._copy(self._in, self._host, self._device, [0], None, False).wait()
@@ -97,7 +104,7 @@ class HostMirror:
 
     def settle(self) -> None:
         """Return once what the calling thread has started on the device is done, and all copies out of it."""
-        if self._is_pinned:
+        if self._device.is_cuda:
             torch.cuda.current_stream(self._device.device).synchronize()
         self._out.settle()
 
@@ -113,10 +120,9 @@ class HostMirror:
         with contextlib.suppress(RuntimeError):  # of a GPU that has failed
             self._in.settle()
             self.settle()
-        if self._is_pinned:
-            self._is_pinned = False
-            with torch.cuda.device_of(self._device):  # type: ignore[no-untyped-call]
-                torch.cuda.cudart().cudaHostUnregister(self.memory.ctypes.data)  # type: ignore[no-untyped-call]
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
 
     def _runs(self, pages: torch.Tensor) -> torch.Tensor:
         """``pages`` ``[N, layers, K|V, Hkv, block_tokens, D]`` as ``[runs, ...]`` over the same memory."""
@@ -137,15 +143,21 @@ class HostMirror:
         first = layer * self._runs_a_layer
         return lane.copy(source[first:], target[first:], block_ids, self._runs_a_layer, is_behind)
 
-    def _pin(self) -> None:
-        size = self.memory.nbytes
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device_of(self._device):  # type: ignore[no-untyped-call]  # else it would take memory of GPU 0
-            error = runtime.cudaHostRegister(self.memory.ctypes.data, size, _PORTABLE_AND_MAPPED)
-        if int(error):
-            raise ConfigError(
-                f"CUDA cannot pin {size / 1e9:.2f} GB of host memory for the cache's mirror ({error}): lower kv_gb"
-            )
+
+def _pin(memory: npt.NDArray[np.uint8], device: torch.device, purpose: str) -> Callable[[], None]:
+    """Let ``device`` copy to and from ``memory``, until the function that is returned is called. ConfigError: the
+    system does not allow so much."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):  # else it would take memory of GPU 0
+        error = runtime.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE_AND_MAPPED)
+    if int(error):
+        raise ConfigError(f"CUDA cannot pin {memory.nbytes / 1e9:.2f} GB of host memory for {purpose} ({error})")
+
+    def unpin() -> None:
+        with torch.cuda.device(device):
+            runtime.cudaHostUnregister(memory.ctypes.data)
+
+    return unpin
 
 
 class SettledModel:

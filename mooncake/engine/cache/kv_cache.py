@@ -77,11 +77,11 @@ class KVCache:
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_places = num_places
-        places = np.frombuffer(_own_memory(num_places * layout.block_bytes), np.uint8)
+        places = np.frombuffer(own_memory(num_places * layout.block_bytes), np.uint8)
         self._places = places[: num_places * layout.block_bytes].reshape(num_places, layout.block_bytes)
         num_bytes = num_blocks * layout.block_bytes
         if buffer is None:
-            buffer = _own_memory(num_bytes)
+            buffer = own_memory(num_bytes)
         if buffer.nbytes < num_bytes or buffer.readonly:
             raise ConfigError(f"{num_blocks} blocks need {num_bytes} writable bytes, the buffer has {buffer.nbytes}")
         flat = np.frombuffer(buffer, np.uint8, num_bytes)
@@ -103,7 +103,7 @@ class KVCache:
         return row
 
 
-def _own_memory(num_bytes: int) -> memoryview:
+def own_memory(num_bytes: int) -> memoryview:
     """Zeroed, page-aligned, and committed only when touched. Raises ConfigError."""
     try:  # private: most systems have no huge pages for shared memory
         area = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
