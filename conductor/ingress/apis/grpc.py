@@ -5,39 +5,36 @@ Converts wire formats only. Status codes, health and reflection come from ``moon
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import grpc
 
 from conductor.ingress.answers import Job, Outcome, Piece
-from conductor.ingress.http.edge import TRACE_RESPONSE
-from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, DEADLINE_GRACE_S, NOT_TRACED, Pipeline
+from conductor.ingress.apis.grpc_intake import GrpcCall, GrpcIntake
+from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, Pipeline
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc.convert import UnreadScores, report_to_wire, sampled_to_wire, sampling_from_wire
-from mooncake.rpc.server import remaining_s
 from mooncake.text.chat_template import ChatMessage
 from mooncake.types import TokenIds
 
 SERVICE = "mooncake.v1.Inference"
-SESSION_KEY = "x-session-affinity"  # metadata: a hint which requests belong together
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     def __init__(self, pipeline: Pipeline, request_timeout_s: float) -> None:
         self._pipeline = pipeline
         self._prompts = pipeline.prompts
-        self._request_timeout_s = request_timeout_s
+        self._intake = GrpcIntake(pipeline, request_timeout_s)
 
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> AsyncIterator[pb.GenerateResponse]:
-        job = await self._job(request, context)
-        with job.trace or NOT_TRACED, self._cancelled_after(job.request.deadline):
+        call = self._intake.receive(context, request.request_id, request.model)
+        job = await self._job(call, request)
+        with self._intake.answering(call):
             self._pipeline.check_scores([job])
             async with contextlib.aclosing(self._pipeline.stream(job)) as pieces:
                 async for piece in pieces:
@@ -83,30 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         ]
         return pb.ListModelsResponse(models=infos)
 
-    @contextlib.contextmanager
-    def _cancelled_after(self, deadline: float) -> Iterator[None]:
-        """An answer ends at its deadline by itself; this ends a call whose client has stopped reading."""
-        task = asyncio.current_task()
-        left_s = deadline + 2 * DEADLINE_GRACE_S - self._pipeline.now()
-        timer = asyncio.get_running_loop().call_later(left_s, task.cancel) if task else None
-        try:
-            yield
-        finally:
-            if timer is not None:
-                timer.cancel()
-
-    async def _job(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
-    ) -> Job:
-        arrived_at = self._pipeline.now()
-        deadline = arrived_at + remaining_s(context, self._request_timeout_s)
-        self._pipeline.check_open()
-        self._pipeline.check_room()
-        self._pipeline.model.adapter_of(request.model)
-        request_id = request.request_id or f"gen-{uuid.uuid4().hex}"
-        trace = self._pipeline.begin_trace(lambda: _texts(context), request_id, request.model, arrived_at)
-        if trace is not None:
-            context.set_trailing_metadata(((TRACE_RESPONSE, trace.traceparent),))
+    async def _job(self, call: GrpcCall, request: pb.GenerateRequest) -> Job:
         tokens, default = await self._prompt(request)
         wanted = common_pb2.SamplingParams()
         wanted.CopyFrom(request.sampling)
@@ -120,16 +94,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return self._pipeline.job(
             tokens,
             sampling,
-            request_id=request_id,
-            deadline=deadline,
-            arrived_at=arrived_at,
+            request_id=call.request_id,
+            deadline=call.deadline,
+            arrived_at=call.arrived_at,
             stop=request.stop,
             include_stop=request.include_stop_str_in_output,
             salt=request.cache_salt,
-            session=_session(context),
+            session=call.session,
             priority=request.priority,
             model=request.model,
-            trace=trace,
+            trace=call.trace,
         )
 
     async def _prompt(self, request: pb.GenerateRequest) -> tuple[TokenIds, int | None]:
@@ -189,15 +163,3 @@ def _outcome_to_wire(outcome: Outcome) -> pb.GenerateResponse:
             decode_node=summary.decode_node,
         ),
     )
-
-
-def _session(context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == SESSION_KEY:
-            return value if isinstance(value, str) else value.decode("latin-1")
-    return ""
-
-
-def _texts(context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]) -> dict[str, str]:
-    """The call's metadata, without what is binary."""
-    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
