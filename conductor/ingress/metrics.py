@@ -17,6 +17,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from conductor.ingress.answers import Outcome
+from conductor.ingress.cluster_load import ClusterLoad
 from conductor.stats import DispatchStats
 from mooncake.rpc.cluster_pb2 import Load, StatusResponse
 from mooncake.sampling import SamplingParams
@@ -181,13 +182,12 @@ class _Cluster(Collector):
 
     def _engine(self, status: StatusResponse) -> Iterator[Metric]:
         """The whole cluster as the single engine of a vLLM dashboard."""
+        whole = ClusterLoad.of(status)
         loads = [node.load for node in status.nodes if node.info.role in ("prefill", "decode")]
-        total = sum(load.blocks_total for load in loads)
-        in_use = sum(load.blocks_in_use for load in loads)
         for name, text, value in (
-            ("vllm:num_requests_running", "Sequences in the running batches", sum(load.running for load in loads)),
-            ("vllm:num_requests_waiting", "Sequences that wait for a place", sum(load.waiting for load in loads)),
-            ("vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1", in_use / total if total else 0.0),
+            ("vllm:num_requests_running", "Sequences in the running batches", whole.running),
+            ("vllm:num_requests_waiting", "Sequences that wait for a place", whole.waiting),
+            ("vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1", whole.usage),
         ):
             family = GaugeMetricFamily(name, text, labels=_VLLM_LABELS)
             family.add_metric((self._model, _ENGINE), value)
@@ -204,7 +204,7 @@ class _Cluster(Collector):
         facts = GaugeMetricFamily(
             "vllm:cache_config_info", "The cache of all nodes", labels=(*_VLLM_LABELS, "block_size", "num_gpu_blocks")
         )
-        facts.add_metric((self._model, _ENGINE, str(max(sizes, default=0)), str(total)), 1)
+        facts.add_metric((self._model, _ENGINE, str(max(sizes, default=0)), str(whole.blocks_total)), 1)
         yield facts
 
     def _requests(self, status: StatusResponse) -> Iterator[Metric]:
