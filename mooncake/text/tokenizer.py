@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from tokenizers import decoders, pre_tokenizers
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 
 from mooncake.errors import InvalidRequest, ModelError
 from mooncake.json_file import MAX_JSON_BYTES, read_json
@@ -188,6 +188,24 @@ class Tokenizer:
             data = b"" if name is None else name.encode() if name in self._added else self._token_bytes(name)
             self._bytes[token_id] = data
         return data
+
+    def exported(self) -> dict[str, str]:
+        """Files by name, from which others make the same tokenizer: those of a Hugging Face folder. They know no
+        texts whose control tokens are plain text, and put no prefix before a prompt that begins with white space."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        if self._prefix:
+            prefixed = normalizers.Replace(Regex(r"\A(?=\S)"), self._prefix)
+            backend.normalizer = normalizers.Sequence([prefixed, *filter(None, [backend.normalizer])])
+        if len(self._bos) and backend.post_processor is None:
+            [bos] = self._bos.tolist()
+            begin = backend.id_to_token(bos)
+            backend.post_processor = processors.TemplateProcessing(f"{begin}:0 $A:0", None, [(begin, bos)])
+        tree = json.loads(backend.to_str())
+        for token in tree["added_tokens"]:
+            token["rstrip"] |= token["content"] in self._stripping
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.named_tokens}
+        files = {"tokenizer.json": json.dumps(tree, ensure_ascii=False), "tokenizer_config.json": json.dumps(config)}
+        return files | ({"chat_template.jinja": self.template_source} if self._template else {})
 
     def _text_ids(self, text: str, backend: tokenizers.Tokenizer) -> TokenIds:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 
 import gguf
 import pytest
+from exported import check_exported
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_gguf import MERGES, TOKENS, add_metadata, finish, write_gguf
@@ -234,6 +235,13 @@ def test_control_tokens_of_phi3_take_the_white_space_behind_them(tmp_path: Path)
 def spelled(text: str) -> list[str]:
     """Behind a line break there is no prefix."""
     return merged(text, SCORES)
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_others_make_the_same_tokens_with_its_files(tmp_path: Path, architecture: str, has_prefix: bool) -> None:
+    metadata = sentencepiece(SCORES, TURNS) | {"chat_template": TEMPLATE, "add_space_prefix": has_prefix}
+    check_exported(tokenizer_from_gguf(write(tmp_path / "a.gguf", architecture, **metadata), ()), tmp_path / "out")
 
 
 def test_a_run_behind_a_control_token_begins_with_a_space_once(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from exported import check_exported
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_gguf import MERGES, TOKENS, write_gguf
@@ -597,6 +598,18 @@ def test_tokenizers_that_cannot_be_used_say_why(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(ModelError, match="there is no tokenizer"):
         open_checkpoint(str(tmp_path)).load_tokenizer()
+
+
+def test_others_make_the_same_tokens_with_its_files(smollm2: Tokenizer, tmp_path: Path) -> None:
+    check_exported(smollm2, tmp_path / "demo")
+    for add_bos in (True, False):
+        write_gguf(tmp_path / "a.gguf", pre="gpt-2", add_bos=add_bos)
+        check_exported(open_checkpoint(str(tmp_path / "a.gguf")).load_tokenizer(), tmp_path / f"gguf-{add_bos}")
+    write_tiny_model(tmp_path / "folder")
+    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}"
+    tokenizer = open_checkpoint(str(tmp_path / "folder")).load_tokenizer(source)
+    assert tokenizer.exported()["chat_template.jinja"] == source, "the operator's"
+    check_exported(tokenizer, tmp_path / "hf")
 
 
 def test_a_long_text_has_the_tokens_of_its_parts_and_leaves_others_the_interpreter(smollm2: Tokenizer) -> None:
