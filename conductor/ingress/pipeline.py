@@ -74,7 +74,8 @@ class Pipeline:
         self._running: set[str] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._waits: set[asyncio.Timeout] = set()
+        self._waits: dict[str, asyncio.Timeout] = {}  # for the next tokens of a request
+        self._aborted: set[str] = set()
         self._is_open = True
         self._is_closing = False
 
@@ -176,7 +177,7 @@ class Pipeline:
             deltas = self._generator.generate(self._with_adapter(job))
             async with contextlib.aclosing(deltas):
                 while unfinished:
-                    delta = await self._next(deltas, request.deadline)
+                    delta = await self._next(deltas, request)
                     if delta.summary is not None:  # of all answers: it comes when there is news, and at their ends
                         for answer in answers:
                             answer.summary = delta.summary
@@ -260,27 +261,36 @@ class Pipeline:
         self._is_open = False
         self._is_closing = True
         now = asyncio.get_running_loop().time()
-        for wait in self._waits:
+        for wait in self._waits.values():
             wait.reschedule(now)
         self.prompts.close()
 
-    async def _next(self, deltas: AsyncGenerator[Delta, None], deadline: float) -> Delta:
-        left_s = 0.0 if self._is_closing else deadline + DEADLINE_GRACE_S - self._clock()
+    def abort(self, request_id: str) -> None:
+        """End a running request with Cancelled. Without effect if none has this id."""
+        if request_id in self._running:
+            self._aborted.add(request_id)
+            if (wait := self._waits.get(request_id)) and not wait.expired():
+                wait.reschedule(asyncio.get_running_loop().time())
+
+    async def _next(self, deltas: AsyncGenerator[Delta, None], request: InferenceRequest) -> Delta:
+        left_s = request.deadline + DEADLINE_GRACE_S - self._clock()
         timeout = asyncio.timeout(left_s)
         try:
-            if left_s <= 0:
+            if left_s <= 0 or self._is_closing or request.request_id in self._aborted:
                 raise TimeoutError
             async with timeout:
-                self._waits.add(timeout)
+                self._waits[request.request_id] = timeout
                 return await anext(deltas)
         except TimeoutError:
             if self._is_closing:
                 raise NodeUnavailable("the server is shutting down") from None
+            if request.request_id in self._aborted:
+                raise Cancelled("the request was aborted") from None
             raise DeadlineExceeded(TOO_LATE) from None
         except StopAsyncIteration:
             raise InternalError("the answer ended without a reason") from None
         finally:
-            self._waits.discard(timeout)
+            self._waits.pop(request.request_id, None)
 
     @contextlib.contextmanager
     def _register(self, request_id: str) -> Iterator[None]:
@@ -293,6 +303,7 @@ class Pipeline:
             yield
         finally:
             self._running.discard(request_id)
+            self._aborted.discard(request_id)
             if not self._running:
                 self._is_idle.set()
 
