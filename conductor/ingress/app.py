@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -29,6 +31,7 @@ from conductor.ingress.apis.openapi import openapi_route
 from conductor.ingress.apis.responses import ResponsesApi
 from conductor.ingress.apis.stored_responses import StoredResponses
 from conductor.ingress.apis.tokenizer import TokenizerApi
+from conductor.ingress.cluster_load import ClusterLoad
 from conductor.ingress.http.absent_paths import refused_because
 from conductor.ingress.http.edge import TRACE_RESPONSE, EdgeMiddleware
 from conductor.ingress.http.errors import NoSuchRoute, WrongMethod, error_response, guarded, json_response
@@ -52,6 +55,8 @@ from mooncake.rpc.json_form import json_form
 from mooncake.rpc.server import RpcServer
 from mooncake.sampling_defaults import overridden
 from mooncake.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 _MAX_SHOWN_PATH = 200
 _PAGE_HEADERS = {
@@ -82,6 +87,8 @@ class Ingress:
         limits = config.conductor
         self._address = (limits.host, limits.http_port)
         self._timeout_s = limits.request_timeout_s
+        self._max_requests = limits.max_requests
+        self._model_config = checkpoint.config
         self._status = status
         self._waiting_for = waiting_for
         self._telling = asyncio.Lock()  # of all nodes: one thread at a time
@@ -118,6 +125,25 @@ class Ingress:
         """Call before the server starts."""
         service = InferenceService(self._pipeline, self._timeout_s)
         server.add(inference_pb2_grpc.add_InferenceServicer_to_server, service, SERVICE)
+        if find_spec("smg_grpc_proto") is not None:
+            self._add_gateway_service(server)
+
+    def _add_gateway_service(self, server: RpcServer) -> None:
+        try:
+            from conductor.ingress.apis import vllm_engine
+        except Exception as error:  # generated code refuses other versions of its libraries, in many ways
+            log.warning("gateways cannot use this conductor: smg-grpc-proto does not work here (%s)", error)
+            return
+        service = vllm_engine.VllmEngineService(
+            self._pipeline,
+            self._model_config,
+            self._timeout_s,
+            self._max_requests,
+            self._cluster_load,
+            self._waiting_for,
+        )
+        server.add(vllm_engine.add_to_server, service, vllm_engine.SERVICE)
+        log.info("gateways may use this conductor as an engine: %s is on the gRPC port", vllm_engine.SERVICE)
 
     async def start_http(self) -> int:
         """Returns the port. Raises ConfigError when it cannot be opened."""
@@ -180,6 +206,11 @@ class Ingress:
         async with self._telling:
             page, content_type = await asyncio.to_thread(self._metrics.page(request.headers.get("accept", "")))
         return Response(page, headers={"content-type": content_type, "vary": "accept"})
+
+    async def _cluster_load(self) -> ClusterLoad:
+        async with self._telling:
+            status = self._status()
+            return await asyncio.to_thread(lambda: ClusterLoad.of(status()))
 
     async def _status_json(self, request: Request) -> Response:
         async with self._telling:

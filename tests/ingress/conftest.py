@@ -81,6 +81,9 @@ class ByteTokenizer:
         first, *others = (self.encode(part, add_special) for part in text.split("<end>"))
         return np.concatenate([first, *(np.array([EOS, *part], np.uint32) for part in others)])
 
+    def exported(self):
+        return {"tokenizer.json": '{"model": "bytes"}'}
+
     def spelled_control(self, text):
         return "<end>" if "<end>" in text else ""
 
@@ -311,7 +314,7 @@ async def running_front(script=None, **limits):
     checkpoint = SimpleNamespace(
         name="bytes",
         digest="0123456789abcdef",
-        config=SimpleNamespace(context=lambda _: MAX_MODEL_LEN, vocab_size=257),
+        config=SimpleNamespace(context=lambda _: MAX_MODEL_LEN, vocab_size=257, architecture="bytes", bos_id=None),
         sampling_defaults={"auto": defaults, "none": NEUTRAL}.get,
     )
     status = cluster_status()
