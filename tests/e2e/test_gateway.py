@@ -109,10 +109,12 @@ async def channel(cluster: LocalCluster) -> AsyncIterator[grpc.aio.Channel]:
 
 
 def tokens_of(logprobs: Any) -> list[tuple[bytes, float, list[bytes]]]:
-    """The bytes of each token, its log-probability, and the bytes of those beside it."""
+    """The bytes of each token, its log-probability, and the bytes of those beside it; without the end token, of which
+    smg tells nothing."""
     return [
         (bytes(token.bytes), pytest.approx(token.logprob, abs=1e-4), [bytes(top.bytes) for top in token.top_logprobs])
         for token in logprobs.content
+        if token.token != "<|im_end|>"
     ]
 
 
@@ -156,7 +158,7 @@ async def test_a_streamed_chat_is_the_same_token_for_token(
     behind: openai.AsyncOpenAI, directly: openai.AsyncOpenAI, sampling: dict[str, float]
 ) -> None:
     text, tokens, reason, usage = await streamed(directly, **sampling)
-    assert len(tokens) == usage.completion_tokens and text
+    assert text and usage.completion_tokens - len(tokens) in (0, 1)
     again = await streamed(behind, **sampling)
     assert again[:3] == (text, tokens, reason)
     assert (again[3].prompt_tokens, again[3].completion_tokens) == (usage.prompt_tokens, usage.completion_tokens)
@@ -198,13 +200,13 @@ async def test_a_node_that_dies_behind_it_costs_its_clients_nothing(
     cluster: LocalCluster,
     role: str,
 ) -> None:
-    long = {**GREEDY, "max_tokens": 120, "extra_body": {"ignore_eos": True}}
-    prompt = {"messages": [{"role": "user", "content": f"For {role}, tell a long story. " * 90}]}
+    long = {**GREEDY, "max_tokens": 80, "extra_body": {"ignore_eos": True}}
+    prompt = {"messages": [{"role": "user", "content": f"For {role}, tell a long story. " * 50}]}
     asking = asyncio.create_task(streamed(behind, **prompt, **long))
     victim = await computing_node(channel, role)
     os.kill(cluster.pids[victim], signal.SIGKILL)
     text, tokens, reason, _ = await asking
-    assert (len(tokens), reason) == (120, "length")
+    assert (len(tokens), reason) == (80, "length")
     ours = await streamed(directly, **prompt, **long)
     assert ours[:3] == (text, tokens, reason)
 

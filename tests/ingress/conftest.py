@@ -134,6 +134,7 @@ class Script:
     running: set = field(default_factory=set)
     closed: list = field(default_factory=list)  # before their end
     ended_choices: list = field(default_factory=list)  # (request id, choice) that nobody needed any more
+    last_first: bool = False  # of several choices, the last one is ahead
     per_delta: int = 1  # tokens that come together, as from a node that catches up
     late_logprob: float = 0.0  # added to the log-probabilities of each further choice
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -154,7 +155,7 @@ class Script:
                 if self.error is not None and index == self.error_after:
                     raise self.error
                 await asyncio.sleep(self.delay_s if index else 0)
-                for choice in sorted(wanted):
+                for choice in sorted(wanted, reverse=self.last_first):
                     if (request.request_id, choice) in self.ended_choices:
                         wanted.discard(choice)
                         continue

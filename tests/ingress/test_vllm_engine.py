@@ -45,9 +45,8 @@ def ask(prompt="ab", stream=False, request_id="", **sampling):
 
 
 async def whole(engine, request):
-    """The answers to a request that wants no stream, by their index."""
-    completes = [response.complete async for response in engine.Generate(request)]
-    return sorted(completes, key=lambda complete: complete.index)
+    """The answers to a request that wants no stream."""
+    return [response.complete async for response in engine.Generate(request)]
 
 
 async def refusal(call):
@@ -101,6 +100,13 @@ async def test_several_answers_and_log_probabilities(engine):
     chunks = [each.chunk async for each in engine.Generate(request) if each.HasField("chunk")]
     scored = [chunk for chunk in chunks if chunk.HasField("input_logprobs")]
     assert [(chunk.index, len(chunk.input_logprobs.token_ids)) for chunk in scored] == [(1, 3), (0, 3)]
+
+
+async def test_answers_come_in_their_order_whichever_ends_first(front, engine):
+    front.script.last_first = True
+    assert [answer.index for answer in await whole(engine, ask(n=3))] == [0, 1, 2]
+    ends = [each.complete.index async for each in engine.Generate(ask(stream=True, n=3)) if each.HasField("complete")]
+    assert ends == [2, 1, 0], "a stream waits for none"
 
 
 async def test_every_parameter_of_sampling_arrives(front, engine):
@@ -244,7 +250,8 @@ async def test_an_aborted_request_ends_with_what_there_is(front, engine):
     first = [(await call.read()).chunk for _ in range(2)]
     await engine.Abort(pb.AbortRequest(request_ids=["another"]))
     await engine.Abort(pb.AbortRequest(request_ids=["mine", "mine"]))
-    ends = [response.complete async for response in call]
+    ends = [(await call.read()).complete for _ in range(2)]
+    assert await call.read() is grpc.aio.EOF
 
     assert [chunk.index for chunk in first] == [end.index for end in ends] == [0, 1]
     assert [(list(end.output_ids), end.finish_reason) for end in ends] == [(HELLO[:1], "abort")] * 2

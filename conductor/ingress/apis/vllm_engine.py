@@ -81,18 +81,19 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         answers = [AnswerToWire(job.request, index, request.stream) for index in range(job.request.sampling.n)]
         with self._intake.answering(call), self._abortable(call.request_id):
             self._pipeline.check_scores([job])
-            try:
+            with contextlib.suppress(Cancelled):
                 async with contextlib.aclosing(self._pipeline.stream(job)) as pieces:
                     async for piece in pieces:
-                        scores = None
+                        answer, scores = answers[piece.choice], None
                         if piece.prompt_logprobs is not None:
                             scores = await asyncio.to_thread(input_logprobs, job.request.tokens, piece.prompt_logprobs)
-                        for message in answers[piece.choice].take(piece, scores):
-                            yield message
-            except Cancelled:
-                for answer in answers:
-                    if not answer.is_complete:
-                        yield answer.aborted()
+                        if (chunk := answer.take(piece, scores)) is not None:
+                            yield chunk
+                        if request.stream and answer.is_complete:
+                            yield answer.whole()
+            for answer in answers:  # in order: smg takes them for the first, the second, …
+                if not (request.stream and answer.is_complete):
+                    yield answer.whole()
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         for request_id in self._running.intersection(request.request_ids):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as pb
@@ -87,35 +87,36 @@ class AnswerToWire:
         self._is_stream = is_stream
         self._tokens: list[SampledToken] = []
         self._input_logprobs: pb.InputLogProbs | None = None
-        self.is_complete = False
+        self._outcome: Outcome | None = None
 
-    def take(self, piece: Piece, input_logprobs: pb.InputLogProbs | None) -> Iterator[pb.GenerateResponse]:
-        """A stream has a chunk for each piece; every answer ends with the whole of it."""
+    @property
+    def is_complete(self) -> bool:
+        return self._outcome is not None
+
+    def take(self, piece: Piece, input_logprobs: pb.InputLogProbs | None) -> pb.GenerateResponse | None:
+        """Returns what a stream tells of the piece, if anything."""
         self._tokens += piece.tokens
+        self._outcome = piece.outcome
         if not self._is_stream:
             self._input_logprobs = self._input_logprobs or input_logprobs
-        elif piece.tokens or input_logprobs:
-            chunk = pb.GenerateStreamChunk(
-                token_ids=[token.token_id for token in piece.tokens],
-                prompt_tokens=self._num_prompt,
-                completion_tokens=len(self._tokens),
-                output_logprobs=self._output_logprobs(piece.tokens),
-                input_logprobs=input_logprobs,
-                index=self._index,
-            )
-            yield pb.GenerateResponse(chunk=chunk)
-        if piece.outcome is not None:
-            yield self._whole(piece.outcome.finish_reason, piece.outcome)
+        if not (self._is_stream and (piece.tokens or input_logprobs)):
+            return None
+        chunk = pb.GenerateStreamChunk(
+            token_ids=[token.token_id for token in piece.tokens],
+            prompt_tokens=self._num_prompt,
+            completion_tokens=len(self._tokens),
+            output_logprobs=self._output_logprobs(piece.tokens),
+            input_logprobs=input_logprobs,
+            index=self._index,
+        )
+        return pb.GenerateResponse(chunk=chunk)
 
-    def aborted(self) -> pb.GenerateResponse:
-        """The end of an answer that somebody has aborted: what there is of it."""
-        return self._whole(FinishReason.ABORT)
-
-    def _whole(self, reason: FinishReason, outcome: Outcome | None = None) -> pb.GenerateResponse:
-        self.is_complete = True
+    def whole(self) -> pb.GenerateResponse:
+        """The message that ends it; an answer that is not complete has been aborted."""
+        outcome = self._outcome
         complete = pb.GenerateComplete(
             output_ids=[token.token_id for token in self._tokens],
-            finish_reason=str(reason),
+            finish_reason=str(FinishReason.ABORT if outcome is None else outcome.finish_reason),
             prompt_tokens=self._num_prompt,
             completion_tokens=len(self._tokens),
             cached_tokens=0 if outcome is None else outcome.usage.cached_tokens,
