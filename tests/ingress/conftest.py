@@ -44,6 +44,7 @@ class ByteTokenizer:
         self.chats_in = []  # threads
         self.words_in = []  # likewise
         self.named_in = []  # likewise: where tokens are told by their bytes
+        self.num_exported = 0
         self.named_tokens = {"eos_token": "<end>"}
 
     @property
@@ -82,6 +83,7 @@ class ByteTokenizer:
         return np.concatenate([first, *(np.array([EOS, *part], np.uint32) for part in others)])
 
     def exported(self):
+        self.num_exported += 1
         return {"tokenizer.json": '{"model": "bytes"}'}
 
     def spelled_control(self, text):

@@ -69,6 +69,7 @@ async def test_an_answer_is_one_message_with_all_its_tokens(front, engine):
 
 async def test_a_stream_has_its_tokens_as_they_come_and_ends_with_the_whole(engine):
     *chunks, last = [response async for response in engine.Generate(ask(stream=True, max_tokens=5, logprobs=1))]
+    assert not last.complete.HasField("output_logprobs"), "a long answer's would not fit into a message"
 
     assert [list(each.chunk.token_ids) for each in chunks] == [[token_id] for token_id in HELLO[:5]]
     assert [each.chunk.completion_tokens for each in chunks] == [1, 2, 3, 4, 5]
@@ -345,6 +346,9 @@ async def test_the_load_is_that_of_all_engines(front, engine):
     front.status.block_queries, front.status.block_hits = 8, 2
     [load] = (await engine.GetLoads(pb.GetLoadsRequest())).loads
     nobody = await engine.GetLoads(pb.GetLoadsRequest(dp_rank=1))
+    front.status.nodes[0].load.blocks_total = 1 << 30
+    [huge] = (await engine.GetLoads(pb.GetLoadsRequest())).loads
+    assert huge.max_total_num_tokens == (1 << 31) - 1
 
     assert (load.num_running_reqs, load.num_waiting_reqs, load.num_total_reqs) == (2, 0, 2)
     assert (load.num_used_tokens, load.max_total_num_tokens) == (4 * 64, 20 * 64)
@@ -360,9 +364,10 @@ async def test_the_tokenizer_comes_as_an_archive_with_its_digest(front, engine):
         return data
 
     first = await fetched()
+    assert await fetched() == first
+    assert front.tokenizer.num_exported == 1, "it does not change"
     with zipfile.ZipFile(io.BytesIO(first)) as archive:
         assert {name: archive.read(name).decode() for name in archive.namelist()} == front.tokenizer.exported()
-    assert await fetched() == first
 
 
 @pytest.mark.parametrize(

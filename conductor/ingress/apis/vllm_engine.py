@@ -14,7 +14,7 @@ import io
 import json
 import time
 import zipfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import NoReturn
@@ -35,6 +35,7 @@ from conductor.ingress.pipeline import Pipeline
 from mooncake.errors import Cancelled
 from mooncake.model_config import ModelConfig
 from mooncake.sampling_defaults import NEUTRAL
+from mooncake.text.tokenizer import Tokenizer
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
@@ -68,6 +69,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._waiting_for = waiting_for
         self._started_at = pipeline.now()
         self._received_at = 0.0  # seconds since 1970
+        self._archive = b""  # of the tokenizer, once somebody wanted it
+        self._zipping = asyncio.Lock()
         self._running: set[str] = set()  # its own requests, of all that the pipeline runs
 
     # Generating
@@ -90,10 +93,10 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                         if (chunk := answer.take(piece, scores)) is not None:
                             yield chunk
                         if request.stream and answer.is_complete:
-                            yield answer.whole()
+                            yield answer.end()
             for answer in answers:  # in order: smg takes them for the first, the second, …
                 if not (request.stream and answer.is_complete):
-                    yield answer.whole()
+                    yield answer.end()
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:  # noqa: N802
         for request_id in self._running.intersection(request.request_ids):
@@ -110,8 +113,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     ) -> pb.HealthCheckResponse:
         if not self._pipeline.is_open:
             return pb.HealthCheckResponse(healthy=False, message="stopping")
-        waiting_for = ", ".join(self._waiting_for())
-        return pb.HealthCheckResponse(healthy=not waiting_for, message=f"waiting for {waiting_for}" * bool(waiting_for))
+        if waiting_for := ", ".join(self._waiting_for()):
+            return pb.HealthCheckResponse(healthy=False, message=f"waiting for {waiting_for}")
+        return pb.HealthCheckResponse(healthy=True)
 
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: Context
@@ -154,12 +158,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             num_running_reqs=load.running,
             num_waiting_reqs=load.waiting,
             num_total_reqs=load.running + load.waiting,
-            num_used_tokens=load.blocks_in_use * block_tokens,
-            max_total_num_tokens=load.blocks_total * block_tokens,
+            num_used_tokens=_int32(load.blocks_in_use * block_tokens),
+            max_total_num_tokens=_int32(load.blocks_total * block_tokens),
             token_usage=load.usage,
             cache_hit_rate=load.hit_rate,
             max_running_requests=self._max_requests,
-            num_waiting_uncached_tokens=load.waiting_tokens,
+            num_waiting_uncached_tokens=_int32(load.waiting_tokens),
         )
         at = datetime.now(UTC).isoformat()
         return pb.GetLoadsResponse(timestamp=at, dp_rank_count=1, loads=[] if request.dp_rank else [whole])
@@ -167,7 +171,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def GetTokenizer(  # noqa: N802
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        archive = await asyncio.to_thread(lambda: _zipped(self._prompts.tokenizer.exported()))
+        async with self._zipping:
+            self._archive = self._archive or await asyncio.to_thread(_zipped, self._prompts.tokenizer)
+        archive = self._archive
         last = (len(archive) - 1) // CHUNK_BYTES
         for number in range(last + 1):
             data = archive[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
@@ -242,10 +248,15 @@ async def _refuse(context: Context, why: str) -> NoReturn:
     raise AssertionError("abort always raises")
 
 
-def _zipped(files: Mapping[str, str]) -> bytes:
-    """The same bytes for the same files."""
+def _int32(count: int) -> int:
+    """Of tokens: a thousand large nodes cache more than the field holds."""
+    return min(count, (1 << 31) - 1)
+
+
+def _zipped(tokenizer: Tokenizer) -> bytes:
+    """Its files; the same bytes for the same tokenizer."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as into:
-        for name, text in files.items():
+        for name, text in tokenizer.exported().items():
             into.writestr(zipfile.ZipInfo(name), text, zipfile.ZIP_DEFLATED)
     return archive.getvalue()

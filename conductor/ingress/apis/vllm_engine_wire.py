@@ -78,68 +78,64 @@ def _constraint(kind: str, value: Any) -> StructuredOutputs | None:
 
 
 class AnswerToWire:
-    """One of a request's answers: pieces in, messages out."""
+    """One of a request's answers: pieces in, messages out. As long as it is not complete, it ends as aborted."""
 
     def __init__(self, request: InferenceRequest, index: int, is_stream: bool) -> None:
-        self._num_prompt = len(request.tokens)
-        self._has_logprobs = request.sampling.logprobs is not None
-        self._index = index
         self._is_stream = is_stream
-        self._tokens: list[SampledToken] = []
-        self._input_logprobs: pb.InputLogProbs | None = None
-        self._outcome: Outcome | None = None
-
-    @property
-    def is_complete(self) -> bool:
-        return self._outcome is not None
+        self._end = pb.GenerateComplete(
+            finish_reason=str(FinishReason.ABORT), prompt_tokens=len(request.tokens), index=index
+        )
+        self.is_complete = False
 
     def take(self, piece: Piece, input_logprobs: pb.InputLogProbs | None) -> pb.GenerateResponse | None:
         """Returns what a stream tells of the piece, if anything."""
-        self._tokens += piece.tokens
-        self._outcome = piece.outcome
-        if not self._is_stream:
-            self._input_logprobs = self._input_logprobs or input_logprobs
-        if not (self._is_stream and (piece.tokens or input_logprobs)):
-            return None
-        chunk = pb.GenerateStreamChunk(
-            token_ids=[token.token_id for token in piece.tokens],
-            prompt_tokens=self._num_prompt,
-            completion_tokens=len(self._tokens),
-            output_logprobs=self._output_logprobs(piece.tokens),
-            input_logprobs=input_logprobs,
-            index=self._index,
-        )
-        return pb.GenerateResponse(chunk=chunk)
+        end = self._end
+        ids = [token.token_id for token in piece.tokens]
+        output_logprobs = _output_logprobs(ids, piece.tokens)
+        end.output_ids.extend(ids)
+        end.completion_tokens += len(ids)
+        if piece.outcome is not None:
+            self._complete(piece.outcome)
+        if self._is_stream:
+            if not ids and input_logprobs is None:
+                return None
+            chunk = pb.GenerateStreamChunk(
+                token_ids=ids,
+                prompt_tokens=end.prompt_tokens,
+                completion_tokens=end.completion_tokens,
+                output_logprobs=output_logprobs,
+                input_logprobs=input_logprobs,
+                index=end.index,
+            )
+            return pb.GenerateResponse(chunk=chunk)
+        if output_logprobs is not None:  # a stream's end does not repeat what a message might not hold
+            end.output_logprobs.MergeFrom(output_logprobs)
+        if input_logprobs is not None:
+            end.input_logprobs.CopyFrom(input_logprobs)
+        return None
 
-    def whole(self) -> pb.GenerateResponse:
-        """The message that ends it; an answer that is not complete has been aborted."""
-        outcome = self._outcome
-        complete = pb.GenerateComplete(
-            output_ids=[token.token_id for token in self._tokens],
-            finish_reason=str(FinishReason.ABORT if outcome is None else outcome.finish_reason),
-            prompt_tokens=self._num_prompt,
-            completion_tokens=len(self._tokens),
-            cached_tokens=0 if outcome is None else outcome.usage.cached_tokens,
-            output_logprobs=self._output_logprobs(self._tokens),
-            input_logprobs=self._input_logprobs,
-            index=self._index,
-        )
-        match None if outcome is None else outcome.stop_reason:
+    def end(self) -> pb.GenerateResponse:
+        """The message that ends it, with all its tokens."""
+        return pb.GenerateResponse(complete=self._end)
+
+    def _complete(self, outcome: Outcome) -> None:
+        self.is_complete = True
+        self._end.finish_reason = str(outcome.finish_reason)
+        self._end.cached_tokens = outcome.usage.cached_tokens
+        match outcome.stop_reason:
             case int(token_id):
-                complete.matched_token_id = token_id
+                self._end.matched_token_id = token_id
             case str(text):
-                complete.matched_stop_str = text
-        return pb.GenerateResponse(complete=complete)
+                self._end.matched_stop_str = text
 
-    def _output_logprobs(self, tokens: Sequence[SampledToken]) -> pb.OutputLogProbs | None:
-        if not (self._has_logprobs and tokens):
-            return None
-        scores = [token.logprob or TokenLogprob(0.0) for token in tokens]
-        return pb.OutputLogProbs(
-            token_logprobs=[score.logprob for score in scores],
-            token_ids=[token.token_id for token in tokens],
-            top_logprobs=map(_top, scores),
-        )
+
+def _output_logprobs(ids: Sequence[int], tokens: Sequence[SampledToken]) -> pb.OutputLogProbs | None:
+    scores = [token.logprob for token in tokens if token.logprob is not None]
+    if not scores:
+        return None
+    return pb.OutputLogProbs(
+        token_logprobs=[score.logprob for score in scores], token_ids=ids, top_logprobs=map(_top, scores)
+    )
 
 
 def input_logprobs(prompt: TokenIds, scores: Collection[SampledToken]) -> pb.InputLogProbs:
