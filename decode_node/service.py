@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from decode_node.handoff import Handoff, HandoffState
+from decode_node.outputs import Outputs, gap_s
 from decode_node.receiver import Receiver
 from decode_node.writeback_hook import WriteBackHook
 from kvstore.transfer.owner.server import SegmentServer
@@ -37,22 +38,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._writeback_hook = writeback_hook
         self._segment_server = segment_server
         self.num_running = 0
+        self._num_streaming = 0  # of these, requests that generate
         self._clean_ups = CleanUps()
         self._request_timeout_s = host.config.conductor.request_timeout_s
 
     async def Generate(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[pb.DecodeResponse]:  # noqa: N802
         check_arrived(request.handoff_id)
         deadline = time.monotonic() + remaining_s(context, self._request_timeout_s)
-        loop = asyncio.get_running_loop()
-        outputs: asyncio.Queue[StepOutput | MooncakeError] = asyncio.Queue()
-
-        def on_output(output: StepOutput | MooncakeError) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
-
+        outputs = Outputs()
         sequence = await self._sequence(request)
         handoff = Handoff(request.handoff_id, request.epoch)
         expected_s = request.expected_ms / 1e3
-        self._receiver.announce(handoff, sequence, on_output, expected_s)  # from here on there is something to clean up
+        self._receiver.announce(handoff, sequence, outputs.put, expected_s)  # from here on there are things to clean up
         self._writeback_hook.watch(sequence, [pool.control_address for pool in request.pools])
         self.num_running += 1
         try:
@@ -108,28 +105,29 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             adapter=request.adapter,
         )
 
-    async def _stream(
-        self, sequence: Sequence, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float
-    ) -> AsyncIterator[pb.DecodeResponse]:
+    async def _stream(self, sequence: Sequence, outputs: Outputs, deadline: float) -> AsyncIterator[pb.DecodeResponse]:
         num_open = sequence.sampling.num_answers
-        started_s = 0.0
-        while num_open:
-            first = await self._next_output(outputs, deadline)
-            started_s = started_s or time.monotonic()
-            ready = [first, *(outputs.get_nowait() for _ in range(outputs.qsize()))]
-            for response in _responses(ready):
-                if response.finish_reason:
-                    num_open -= 1
-                    response.decode_ms = (time.monotonic() - started_s) * 1e3
-                    response.preemptions = sequence.num_preemptions
-                yield response
+        ready = await self._take(outputs, deadline)
+        started_s = time.monotonic()
+        self._num_streaming += 1
+        try:
+            while True:
+                for response in _responses(ready):
+                    if response.finish_reason:
+                        num_open -= 1
+                        response.decode_ms = (time.monotonic() - started_s) * 1e3
+                        response.preemptions = sequence.num_preemptions
+                    yield response
+                if not num_open:
+                    return
+                ready = await self._take(outputs, deadline)
+        finally:
+            self._num_streaming -= 1
 
-    async def _next_output(
-        self, outputs: asyncio.Queue[StepOutput | MooncakeError], deadline: float
-    ) -> StepOutput | MooncakeError:
+    async def _take(self, outputs: Outputs, deadline: float) -> list[StepOutput | MooncakeError]:
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                return await outputs.get()
+                return await outputs.take(gap_s(self._num_streaming))
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while decoding") from None
 
