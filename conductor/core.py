@@ -24,7 +24,7 @@ from conductor.placement.cost import CostModel
 from conductor.placement.fleet import Fleet
 from conductor.prefixes.index import PrefixIndex
 from conductor.prefixes.subscriber import Subscriber
-from conductor.registry import NodeInfo, NodeLoad, NodeState, Registry
+from conductor.registry import Fault, NodeInfo, NodeLoad, NodeState, Registry
 from conductor.wire import describe, info_from_bytes
 from mooncake.adapter_loads import AdapterLoad
 from mooncake.config import Config
@@ -67,7 +67,7 @@ class Core:
         self.subscriber = Subscriber(self.index, self.channels, directory)
         self.adapters = AdapterCatalogue(model.names, section.max_loaded_adapters)
         self.dispatcher = Dispatcher(
-            config, model, self.fleet, self.channels, self.incarnation, self._lacking, self._corrupted_between, clock
+            config, model, self.fleet, self.channels, self.incarnation, self._lacking, self._has_fault, clock
         )
         self.health = HealthMonitor(
             config.health, self.registry, self.costs, self.channels, self.dispatcher.has_no_work_on, clock
@@ -205,8 +205,8 @@ class Core:
         """Incarnations of nodes that cannot compute with the adapter of this digest (yet)."""
         return self.registry.lacking(adapter) if self.adapters.may_be_used(adapter) else frozenset()
 
-    def _corrupted_between(self, nodes: Iterable[NodeInfo]) -> None:
-        self.health.checksum_error(nodes)
+    def _has_fault(self, nodes: Iterable[NodeInfo], fault: Fault) -> None:
+        self.health.has_fault(nodes, fault)
 
     def _remove(self, info: NodeInfo, why: str, level: int = logging.WARNING) -> None:
         log.log(level, "%s node %s %s", info.role, info.node_id, why)

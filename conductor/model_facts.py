@@ -29,6 +29,7 @@ class ModelFacts:
     max_model_len: int = 0  # tokens of prompt plus answer; 0: not said
     settings: Mapping[str, str] = field(default_factory=dict)  # that nodes must have in common
     page_bytes: int = 0  # that a store's slot must hold
+    vocab_size: int = 1 << 32  # token ids are below
     names: frozenset[str] = frozenset()  # by which requests name the model and its configured adapters
 
 
@@ -49,6 +50,7 @@ def model_facts(config: Config, checkpoint: Checkpoint) -> ModelFacts:
         max_model_len=checkpoint.config.context(config.model.max_model_len),
         settings=node_settings(config, checkpoint),
         page_bytes=layout.block_bytes,
+        vocab_size=checkpoint.config.vocab_size,
         names=frozenset((config.model.name or checkpoint.name, *parse_adapters(config.model.adapters))),
     )
 

@@ -72,6 +72,13 @@ class Health(StrEnum):
     PROBATION = "probation"  # works, but the first fault isolates it again
 
 
+class Fault(StrEnum):
+    """What counts against a node's health, whenever it is seen."""
+
+    CHECKSUM = "checksum errors"  # blocks that it wrote or stored had the wrong bytes
+    NONSENSE = "messages without sense"
+
+
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
     """What a node says about itself when it registers. ``segment`` is None for a node without registered memory."""

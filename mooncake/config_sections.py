@@ -124,7 +124,7 @@ class HealthSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     watch: bool = True
     slow_ratio: float = 2.0  # steps take this many times as long as before, compared with the role's other nodes
-    checksum_errors: int = 2  # within a minute
+    checksum_errors: int = 2  # within a minute; messages of a node that make no sense count, too
     missed_probes: int = 3  # consecutive
     probe_interval_s: float = 1.0
     probe_timeout_s: float = 2.0

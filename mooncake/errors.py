@@ -12,6 +12,7 @@
     │   ├── OutOfMemory             this process has no memory left for it
     │   ├── HandoffFailed           a hand-off ended failed or expired
     │   ├── NotFinite               a model's logits are not finite, perhaps because of corrupt KV
+    │   ├── BrokenPeer              what a peer says makes no sense
     │   ├── StaleEpoch              this writer or role has been replaced
     │   └── KVLoadFailed            stored KV could not be read; recompute it
     │       ├── LeaseExpired        the read lease ran out before the read ended
@@ -134,6 +135,14 @@ class NotFinite(RetryElsewhere):
     grpc_status = "INTERNAL"
     http_status = 500
     code = "not_finite"
+
+
+class BrokenPeer(RetryElsewhere):
+    """What a peer says makes no sense: it is broken, or another version of this program."""
+
+    grpc_status = "INTERNAL"
+    http_status = 502
+    code = "broken_peer"
 
 
 class StaleEpoch(RetryElsewhere):

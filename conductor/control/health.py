@@ -1,4 +1,4 @@
-"""Failure detection: which nodes are slower than predicted, corrupt blocks, or do not answer probes.
+"""Failure detection: which nodes are slower than predicted, corrupt blocks, make no sense, or do not answer probes.
 
 Pure: it is told what was measured and returns state changes. A suspected node gets work only when no other is left;
 then it is drained, isolated, probed, taken back on probation, and trusted again. Slow means slower than usual by more
@@ -12,18 +12,19 @@ there is no better node to give the work to.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import median_low
 from typing import NamedTuple
 
-from conductor.registry import Health
+from conductor.registry import Fault, Health
 from mooncake.config import HealthSection
 
 MAX_DEVIATION = 1.0  # cap on one step's deviation, in ln
 SLOW_DEVIATIONS = 3.0  # a slow node's steps are also longer by this many of its typical deviations
-ERRORS_KEPT_S = 60.0  # corrupt blocks count together for this long
+ERRORS_KEPT_S = 60.0  # corrupt blocks, and messages without sense, count together for this long
 ERRORS_KEPT = 64  # of them, of one node
 PROBES_NEEDED = 3  # in a row, to return to service
 MAX_SHARE = 1 / 3  # of a role's nodes that may be out of service at once
@@ -31,7 +32,7 @@ JITTER_MS = 2.0  # what a busy machine may add to a step: one of 1 ms that takes
 
 
 class HealthSignal(StrEnum):
-    FAULT = "fault"  # slow, corrupt or silent
+    FAULT = "fault"  # slow, corrupt, senseless or silent
     PERSISTS = "persists"  # faults for ``confirm_s``
     CLEAR = "clear"  # no fault for ``clear_s``
     DRAINED = "drained"  # nothing runs there any more
@@ -101,7 +102,7 @@ class _Record:
     reason: str = ""
     missed: int = 0
     probes_ok: int = 0
-    errors: list[float] | None = None
+    errors: list[tuple[float, Fault]] = field(default_factory=list)
 
 
 class HealthTracker:
@@ -148,10 +149,14 @@ class HealthTracker:
 
     def checksum_errors(self, node_id: str, count: int, now: float) -> None:
         """So many blocks that the node wrote or stored had the wrong bytes."""
+        self.has_fault(node_id, Fault.CHECKSUM, count, now)
+
+    def has_fault(self, node_id: str, fault: Fault, count: int, now: float) -> None:
+        """It was seen so many times."""
         record = self._records.get(node_id)
         if record is not None:
-            recent = [at for at in record.errors or [] if now - at < ERRORS_KEPT_S]
-            record.errors = [*recent, *[now] * max(0, min(count, ERRORS_KEPT))][-ERRORS_KEPT:]
+            recent = [(at, known) for at, known in record.errors if now - at < ERRORS_KEPT_S]
+            record.errors = [*recent, *[(now, fault)] * max(0, min(count, ERRORS_KEPT))][-ERRORS_KEPT:]
 
     def probed(self, node_id: str, ok: bool) -> None:
         """Whether it answered a probe, or computed a known result, in time."""
@@ -166,7 +171,7 @@ class HealthTracker:
             record.since += pause_s
             record.faulty_since += pause_s
             record.fault_at += pause_s
-            record.errors = [at + pause_s for at in record.errors or ()]
+            record.errors = [(at + pause_s, fault) for at, fault in record.errors]
 
     def tick(self, now: float, idle: Iterable[str] = ()) -> list[HealthChange]:
         """The nodes that change state now. ``idle``: nodes on which nothing runs."""
@@ -189,16 +194,16 @@ class HealthTracker:
                 record.probes_ok = 0  # earlier ones were of a node at work
             if to is Health.PROBATION:
                 self._speeds[node_id] = _StepSpeed()
-                record.faulty_since, record.errors = math.inf, None
+                record.faulty_since, record.errors = math.inf, []
             changes.append(HealthChange(node_id, to, "" if to is Health.HEALTHY else record.reason))
         return changes
 
     def _fault(self, node_id: str, record: _Record, now: float) -> str:
         if record.missed >= self._limits.missed_probes:
             return f"{record.missed} probes were not answered"
-        errors = sum(now - at < ERRORS_KEPT_S for at in record.errors or ())
-        if errors >= self._limits.checksum_errors:
-            return f"{errors} checksum errors"
+        errors = Counter(fault for at, fault in record.errors if now - at < ERRORS_KEPT_S)
+        if errors.total() >= self._limits.checksum_errors:
+            return ", ".join(f"{count} {fault}" for fault, count in errors.items())
         if self.is_slow(node_id):
             slower = math.exp(self._speeds[node_id].slowness)
             others = math.exp(self._slowness[record.group])

@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from conductor.control.health import HealthTracker
 from conductor.placement.cost import CostModel, DecodeCost, PrefillCost
-from conductor.registry import Health, NodeInfo, NodeState, Registry
+from conductor.registry import Fault, Health, NodeInfo, NodeState, Registry
 from mooncake.config import HealthSection
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.rpc import common_pb2, prefill_pb2, prefill_pb2_grpc
@@ -110,10 +110,10 @@ class HealthMonitor:
             self.tracker.checksum_errors(node_id, corrupt - before, self._clock())
         baseline.corrupt = corrupt
 
-    def checksum_error(self, nodes: Iterable[NodeInfo]) -> None:
-        """Bytes were corrupted between these nodes. It counts against each; the faulty one collects more of them."""
+    def has_fault(self, nodes: Iterable[NodeInfo], fault: Fault) -> None:
+        """One of these nodes has. It counts against each; the faulty one collects more of them."""
         for info in nodes:
-            self.tracker.checksum_errors(info.node_id, 1, self._clock())
+            self.tracker.has_fault(info.node_id, fault, 1, self._clock())
 
     def tick(self, now: float) -> None:
         """Pass health changes to the registry, and start the probes that are due."""

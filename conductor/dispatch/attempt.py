@@ -19,7 +19,14 @@ from conductor.dispatch.node_requests import NodeRequests
 from conductor.placement.bookings import Booking
 from conductor.placement.scheduler import Placement
 from conductor.registry import NodeInfo
-from mooncake.errors import DeadlineExceeded, HandoffFailed, MooncakeError, NodeUnavailable, OutOfMemory
+from mooncake.errors import (
+    BrokenPeer,
+    DeadlineExceeded,
+    HandoffFailed,
+    MooncakeError,
+    NodeUnavailable,
+    RetryElsewhere,
+)
 from mooncake.rpc import decode_pb2, prefill_pb2
 from mooncake.rpc.decode_pb2_grpc import DecodeStub
 from mooncake.rpc.prefill_pb2_grpc import PrefillStub
@@ -82,6 +89,7 @@ class Attempt:
         self._called_at = clock()
         self._first_token_at = 0.0
         self._lost: set[Role] = set()  # whose nodes could not be reached
+        self.broken_node: NodeInfo | None = None  # whose messages made no sense
         self._ending: dict[int, asyncio.Task[None]] = {}  # by choice
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         left_s = max(deadline - self._called_at, 0.0)
@@ -205,11 +213,18 @@ class Attempt:
                 case CallEnded():
                     self.merger.on_decode_end(message.error)
                     return None
+                case None:
+                    raise BrokenPeer("it is no message of ours")
         except DeadlineExceeded:
             raise
         except MooncakeError as error:
-            is_retryable = isinstance(error, OutOfMemory) if ended is None else ended.is_retryable
-            raise AttemptFailed(error, is_retryable) from None
+            if ended is not None:
+                raise AttemptFailed(error, ended.is_retryable) from None
+            if not isinstance(error, BrokenPeer):
+                raise AttemptFailed(error, isinstance(error, RetryElsewhere)) from None
+            self.broken_node = info = self._calls[role].info
+            what = f"what {role} node {info.node_id} says makes no sense: {error.message}"
+            raise AttemptFailed(BrokenPeer(what)) from None
 
     async def _explained(self, role: Role, failure: AttemptFailed) -> AttemptFailed:
         """A node may tell that it cannot go on with the other one before the call to that one ends because it is gone:

@@ -32,7 +32,7 @@ from conductor.placement.bookings import Booking
 from conductor.placement.fleet import Fleet
 from conductor.placement.scheduler import Placement
 from conductor.placement.view import RequestFacts
-from conductor.registry import NodeInfo
+from conductor.registry import Fault, NodeInfo
 from conductor.stats import DispatchStats
 from mooncake.config import Config
 from mooncake.errors import (
@@ -77,10 +77,10 @@ class Dispatcher:
         channels: Channels,
         incarnation: int,
         lacking: NodesLacking,
-        on_checksum_error: Callable[[Iterable[NodeInfo]], None],
+        on_fault: Callable[[Iterable[NodeInfo], Fault], None],
         clock: Callable[[], float],
     ) -> None:
-        """``on_checksum_error`` is called with the nodes between which bytes were corrupted."""
+        """``on_fault`` is called with the nodes of which one has it."""
         self._limits = config.conductor
         self._handoff_timeout_s = config.transfer.handoff_timeout_s
         self._model = model
@@ -95,7 +95,7 @@ class Dispatcher:
         self._attempts: dict[int, set[Attempt]] = {}  # by node incarnation
         self._running: dict[str, _RunningRequest] = {}  # by request id
         self._demand_heard_at = -math.inf  # when a request that was going to be refused was last read
-        self._on_checksum_error = on_checksum_error
+        self._on_fault = on_fault
 
     async def generate(self, request: InferenceRequest) -> AsyncGenerator[Delta, None]:
         """See ``conductor.api.Generator``."""
@@ -299,6 +299,8 @@ class Dispatcher:
             handoff=handoff_lifecycle(requests.prefill.handoff_id) if placement.decode else None,
             passes_first_token=not progress.is_beam_search,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not progress.has_prompt_logprobs,
+            end=request.sampling.max_tokens,
+            vocab_size=self._model.vocab_size,
         )
         attempt = Attempt(
             channels=self._channels,
@@ -360,7 +362,9 @@ class Dispatcher:
         self.stats.failed_attempts[failure.error.code] += 1
         progress.error = failure.error
         if isinstance(failure.error, ChecksumMismatch):
-            self._on_checksum_error(attempt.nodes)
+            self._on_fault(attempt.nodes, Fault.CHECKSUM)
+        if attempt.broken_node is not None:
+            self._on_fault([attempt.broken_node], Fault.NONSENSE)
         known = self._failure(attempt)
         if not (known.lost or known.leaving) and isinstance(failure.error, (NodeUnavailable, HandoffFailed)):
             self._handoff_failed(attempt.placement, failure.error)
@@ -380,8 +384,9 @@ class Dispatcher:
 
     def _failure(self, attempt: Attempt) -> Failure:
         """What the attempt's failure says of its nodes."""
+        broken = attempt.broken_node
         return Failure(
-            nodes=incarnations(attempt.nodes),
+            nodes=incarnations(attempt.nodes if broken is None else [broken]),
             lost=incarnations(attempt.lost_nodes),
             leaving=incarnations(filter(self._fleet.registry.is_draining, attempt.nodes)),
             was_never_accepted=attempt.was_never_accepted,

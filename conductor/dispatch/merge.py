@@ -1,6 +1,7 @@
 """Merges the messages of an attempt's two nodes into one stream of tokens without gaps or repeats.
 
-Pure: messages in, deltas out. It knows neither calls nor nodes nor the client; it moves the hand-off's state.
+Pure: messages in, deltas out. It knows neither calls nor nodes nor the client; it moves the hand-off's state. A node
+may be broken, or of another version: nothing that it says reaches the client unless it can be part of the answer.
 """
 
 from __future__ import annotations
@@ -9,20 +10,25 @@ from collections.abc import Sequence
 
 from conductor.api import Delta
 from conductor.dispatch.lifecycle import HandoffPhase, Lifecycle
-from mooncake.errors import HandoffFailed, InternalError, MooncakeError, OutOfMemory
+from mooncake.errors import BrokenPeer, HandoffFailed, MooncakeError, OutOfMemory, shown
 from mooncake.rpc import decode_pb2, prefill_pb2
 from mooncake.rpc.convert import UnreadScores, report_from_wire, sampled_from_wire
 from mooncake.types import FinishReason, PrefillReport, SampledToken
 
+_UNBOUNDED = 1 << 32
+
 NodeMessage = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse
+
+_REASONS = {reason.value: reason for reason in FinishReason if reason is not FinishReason.ABORT}  # that nodes give
 
 
 class Merger:
     """Two streams of messages in; for each answer, one of tokens without gaps or repeats out.
 
-    ``expected`` is the index of each answer's next token. ``handoff`` is None when the prefill node gives whole
-    answers. Without ``passes_first_token`` the prefill node's tokens are not passed on (beams are chosen at the end).
-    ``wants_prompt_logprobs``: the client asked for them and has not received them yet.
+    ``expected`` is the index of each answer's next token, ``end`` the index that none reaches; token ids are below
+    ``vocab_size``. ``handoff`` is None when the prefill node gives whole answers. Without ``passes_first_token`` the
+    prefill node's tokens are not passed on (beams are chosen at the end). ``wants_prompt_logprobs``: the client asked
+    for them and has not received them yet.
     """
 
     def __init__(
@@ -31,8 +37,15 @@ class Merger:
         handoff: Lifecycle[HandoffPhase] | None,
         passes_first_token: bool = True,
         wants_prompt_logprobs: bool = False,
+        end: int = _UNBOUNDED,
+        vocab_size: int = _UNBOUNDED,
     ) -> None:
         self._next_index = list(expected)
+        self._start = tuple(expected)
+        self._told = {of: list(expected) for of in (prefill_pb2.PrefillResponse, decode_pb2.DecodeResponse)}
+        self._first_ids: dict[int, int] = {}  # by choice, for both nodes tell them
+        self._end = end
+        self._vocab_size = vocab_size
         self._passes_first_token = passes_first_token
         self.wants_prompt_logprobs = wants_prompt_logprobs
         self._open = set(range(len(expected)))
@@ -63,8 +76,7 @@ class Merger:
         return choice in self._unwanted
 
     def on_prefill_message(self, message: prefill_pb2.PrefillResponse) -> Delta | None:
-        """Raises OutOfMemory for an empty message, InternalError when an index is missing or a finish reason is
-        unknown."""
+        """Raises OutOfMemory for an empty message, BrokenPeer for one that makes no sense."""
         if message.HasField("report"):
             self.report = report_from_wire(message.report)
             self._commit()
@@ -73,13 +85,15 @@ class Merger:
             self.early_report = report_from_wire(message.early_report)
             return None
         if message.HasField("prompt_logprobs") and self.wants_prompt_logprobs:
+            self.wants_prompt_logprobs = False
             return Delta(prompt_logprobs=UnreadScores(message.prompt_logprobs))
         if not message.HasField("first_token"):
             if message.WhichOneof("event") is None:
                 raise _empty("prefill")
             return None
-        self.is_prefilled = True
         tokens = [sampled_from_wire(message.first_token)]
+        self._check(message, tokens)
+        self.is_prefilled = True
         if self.handoff is None:
             return self._delta(message, tokens, message.finish_reason)
         if self.handoff.state is HandoffPhase.RESERVED:
@@ -90,17 +104,43 @@ class Merger:
         """Raises like ``on_prefill_message``."""
         if not message.tokens and not message.finish_reason:
             raise _empty("decode")
+        tokens = list(map(sampled_from_wire, message.tokens))
+        self._check(message, tokens)
         self._commit()
-        return self._delta(message, list(map(sampled_from_wire, message.tokens)), message.finish_reason)
+        return self._delta(message, tokens, message.finish_reason)
+
+    def _check(self, message: NodeMessage, tokens: list[SampledToken]) -> None:
+        """Raises BrokenPeer unless each node tells an answer's tokens in order, as tokens of the model, and no more
+        than were asked for, and then how it ended."""
+        choice, told = message.choice, self._told[type(message)]
+        if choice >= len(told):
+            raise BrokenPeer(f"there is no answer {choice}")
+        for due, token in enumerate(tokens, told[choice]):
+            if token.index != due:
+                raise BrokenPeer(f"token {due} is missing: got {token.index}")
+            if token.token_id >= self._vocab_size:
+                raise BrokenPeer(f"token {due} is {token.token_id}, which the model does not have")
+            if token.logprob and any(token_id >= self._vocab_size for token_id, _ in token.logprob.top):
+                raise BrokenPeer(f"alternatives to token {due} are tokens that the model does not have")
+        num_told = told[choice] + len(tokens)
+        if num_told > self._end:
+            raise BrokenPeer(f"there are {num_told} tokens where at most {self._end} were asked for")
+        if message.finish_reason and message.finish_reason not in _REASONS:
+            raise BrokenPeer(f"no answer ends with the finish reason {shown(message.finish_reason)}")
+        if message.finish_reason and num_told == self._start[choice]:
+            raise BrokenPeer("an answer has ended without a token")
+        told[choice] = num_told
 
     def _delta(self, message: NodeMessage, tokens: list[SampledToken], finish_reason: str) -> Delta | None:
         choice = message.choice
+        if choice not in self._open:  # it has ended: the other node's first token may come later
+            return None
         new = self._new_tokens(choice, tokens)
-        if finish_reason and not self.is_unwanted(choice):
+        if finish_reason:
             if isinstance(message, decode_pb2.DecodeResponse):
                 self.decode_ms = max(self.decode_ms, message.decode_ms)
                 self.preemptions = max(self.preemptions, message.preemptions)
-            return self._finish(choice, _finish_reason(finish_reason), new)
+            return self._finish(choice, _REASONS[finish_reason], new)
         return Delta(new, choice=choice) if new else None
 
     def on_prefill_end(self, error: MooncakeError | None) -> Delta | None:
@@ -135,30 +175,17 @@ class Merger:
         return Delta(new, choice=choice) if new else None
 
     def _new_tokens(self, choice: int, tokens: list[SampledToken]) -> tuple[SampledToken, ...]:
-        """Tokens not seen yet. Both nodes may send the first token."""
-        if choice >= len(self._next_index):
-            raise InternalError(f"there is no answer {choice}")
-        if self.is_unwanted(choice):
-            return ()
-        new = []
-        for token in tokens:
-            expected = self._next_index[choice]
-            if token.index < expected:
-                continue
-            if token.index > expected:
-                raise InternalError(f"token {expected} is missing: got {token.index}")
-            new.append(token)
-            self._next_index[choice] += 1
-        return tuple(new)
+        """Tokens not seen yet. Both nodes may send the first token. Raises HandoffFailed when they do not agree on
+        it."""
+        if tokens and tokens[0].index == self._start[choice]:
+            first_id = self._first_ids.setdefault(choice, tokens[0].token_id)
+            if first_id != tokens[0].token_id:
+                raise HandoffFailed("the two nodes do not agree on the answer's first token")
+        new = tuple(token for token in tokens if token.index >= self._next_index[choice])
+        self._next_index[choice] += len(new)
+        return new
 
 
 def _empty(role: str) -> OutOfMemory:
     """gRPC sends an empty message where it has no memory for the bytes of one, and goes on."""
     return OutOfMemory(f"the {role} node sent an empty message: it may have run out of memory")
-
-
-def _finish_reason(text: str) -> FinishReason:
-    try:
-        return FinishReason(text)
-    except ValueError:
-        raise InternalError(f"a node gave the finish reason {text!r}") from None

@@ -38,7 +38,8 @@ class ReportIsLate:
     pass
 
 
-Message = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | CallEnded | ReportIsLate
+# gRPC puts None in the place of bytes that are no message
+Message = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse | CallEnded | ReportIsLate | None
 
 
 class Inbox:

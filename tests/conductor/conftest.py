@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nonsense import Nonsense, add_decode_servicer, nonsense
 from waiting import until
 
 from conductor.api import Delta, InferenceRequest
@@ -42,7 +43,13 @@ from mooncake.sampling import SamplingParams
 from mooncake.types import TokenIds
 
 EOS = 1
-FACTS = ModelFacts(kv_fingerprint="kv", shape=Shape(block_tokens=4, block_bytes=1024, num_layers=2), eos_ids=(EOS,))
+VOCAB_SIZE = 1000
+FACTS = ModelFacts(
+    kv_fingerprint="kv",
+    shape=Shape(block_tokens=4, block_bytes=1024, num_layers=2),
+    eos_ids=(EOS,),
+    vocab_size=VOCAB_SIZE,
+)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -77,6 +84,8 @@ class Script:
     loses_message: int = -1  # number of one that arrives empty
     cut_finish: bool = False  # end the stream without a finish reason
     skip_index: bool = False
+    is_endless: bool = False  # more tokens come than were asked for (decode)
+    nonsense: Nonsense | None = None  # said after the first token (decode), or instead of it (prefill)
     report_error: MooncakeError | None = None  # after the commit
     silent_report: bool = False
     blended_tokens: int = 0  # reported
@@ -171,6 +180,8 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
             tokens = tokens_from_wire(request.tokens).tolist()
             index = len(tokens) - request.num_prompt_tokens
             token_id = EOS if index == script.answer_eos_at else next_token(tokens)
+            if script.nonsense is Nonsense.VOCABULARY:
+                token_id = VOCAB_SIZE
             first = common_pb2.SampledToken(index=index, token_id=token_id)
             answers = range(request.sampling.n or 1)
             if request.sampling.HasField("prompt_logprobs") and not index:
@@ -208,7 +219,7 @@ class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
         super().__init__(node_id, "decode")
         self.ended_choices: list[tuple[str, int]] = []
         self.commits: dict[str, asyncio.Future[common_pb2.SampledToken]] = {}
-        self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self, "mooncake.v1.Decode")
+        self.server.add(add_decode_servicer, self, "mooncake.v1.Decode")
 
     async def EndChoice(  # noqa: N802
         self, request: decode_pb2.EndChoiceRequest, context: Any
@@ -250,7 +261,9 @@ class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
             for choice in wanted:  # the client may have it from prefill already
                 yield decode_pb2.DecodeResponse(tokens=[first], choice=choice)
             told = 0
-            while tokens[-1] != EOS and index + 1 < request.sampling.max_tokens:
+            for message in nonsense(script.nonsense, index + 1, VOCAB_SIZE):
+                yield message
+            while tokens[-1] != EOS and (script.is_endless or index + 1 < request.sampling.max_tokens):
                 if script.token_s:
                     await asyncio.sleep(script.token_s)
                 index += 1 + script.skip_index

@@ -7,16 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nonsense import Nonsense
 
 from conductor.api import InferenceRequest
 from conductor.dispatch.dispatcher import DEMAND_EVERY_S
 from conductor.placement.view_keeper import COSTS_REFRESH_S
 from conductor.registry import Health, NodeState
 from mooncake.errors import (
+    BrokenPeer,
     ContextTooLong,
     DeadlineExceeded,
     HandoffFailed,
-    InternalError,
     InvalidRequest,
     KVLoadFailed,
     MooncakeError,
@@ -670,10 +671,44 @@ async def test_a_request_too_large_for_a_message_leaves_nothing_booked(start_clu
     await cluster.is_quiet()
 
 
-async def test_a_missing_index_is_our_bug_and_ends_the_request(start_cluster: Any) -> None:
+@pytest.mark.parametrize("nonsense", Nonsense)
+async def test_an_answer_goes_on_elsewhere_where_a_decode_node_makes_no_sense(
+    start_cluster: Any, nonsense: Nonsense
+) -> None:
+    cluster = await start_cluster(2, 2)
+    cluster.decode[0].script.nonsense = nonsense
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8)
+    summary = deltas[-1].summary
+    assert (summary.prefill_node, summary.decode_node, summary.retries) == ("p0", "d1", 1), "only one is to blame"
+    await cluster.is_quiet()
+
+
+async def test_more_tokens_than_were_asked_for_are_not_passed_on(start_cluster: Any) -> None:
+    cluster = await start_cluster(1, 1)
+    cluster.decode[0].script.is_endless = True
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, 8))
+    assert tokens == cluster.answer(PROMPT, 8)
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    await cluster.is_quiet()
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8])
+async def test_a_prompt_is_computed_elsewhere_where_a_prefill_node_makes_no_sense(
+    start_cluster: Any, max_tokens: int
+) -> None:
+    cluster = await start_cluster(2, 2)
+    cluster.prefill[0].script.nonsense = Nonsense.VOCABULARY
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, max_tokens))
+    assert tokens == cluster.answer(PROMPT, max_tokens)
+    assert (deltas[-1].summary.prefill_node, deltas[-1].summary.retries) == ("p1", 1)
+    await cluster.is_quiet()
+
+
+async def test_a_node_that_is_alone_in_its_role_and_makes_no_sense_is_named(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     cluster.decode[0].script.skip_index = True
-    with pytest.raises(InternalError, match="token 1 is missing"):
+    with pytest.raises(BrokenPeer, match="what decode node d0 says makes no sense: token "):
         await cluster.generate(cluster.request())
     await cluster.is_quiet()
 

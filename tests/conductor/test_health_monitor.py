@@ -5,10 +5,11 @@ import logging
 import time
 
 import pytest
+from nonsense import Nonsense
 
 from conductor.control.health_monitor import CORRUPT_COUNTER
 from conductor.core import TICK_S
-from conductor.registry import Health, NodeInfo, NodeState
+from conductor.registry import Fault, Health, NodeInfo, NodeState
 from mooncake.config import load_config
 from mooncake.errors import ChecksumMismatch
 from mooncake.rpc import cluster_pb2
@@ -62,6 +63,17 @@ async def test_a_node_with_checksum_errors_is_isolated_and_returns(cluster, capl
     assert f"{bad.node_id} is healthy: it is well again" in caplog.messages
 
 
+async def test_a_node_that_makes_no_sense_is_isolated(cluster) -> None:
+    bad = cluster.decode[0]
+    bad.script.nonsense = Nonsense.VOCABULARY
+    expected = cluster.answer([5, 6, 7, 8, 9], 4)
+    for _ in range(20):
+        tokens, _ = await cluster.generate(cluster.request(max_tokens=4))
+        assert tokens == expected, "a request that met the bad node was answered by another one"
+    await cluster.eventually(lambda: cluster.core.health.tracker.state(bad.node_id) is not Health.HEALTHY)
+    assert "messages without sense" in cluster.core.registry.get(bad.node_id).health_reason
+
+
 async def test_a_slow_node_is_compared_with_its_healthy_baseline_not_with_the_adapted_cost_model(cluster) -> None:
     monitor, costs = cluster.core.health, cluster.core.costs
 
@@ -102,7 +114,7 @@ async def test_a_conductor_that_stood_still_has_not_watched_a_suspect_meanwhile(
     cluster = await fake_cluster_of(load_config(overrides=settings), 2, 2)
     health, [bad, _] = cluster.core.health, cluster.decode
     for _ in range(2):
-        health.checksum_error([cluster.core.registry.get(bad.node_id).info])
+        health.has_fault([cluster.core.registry.get(bad.node_id).info], Fault.CHECKSUM)
     await cluster.eventually(lambda: health.tracker.state(bad.node_id) is Health.SUSPECTED)
     time.sleep(2.5)  # noqa: ASYNC251
     await asyncio.sleep(4 * TICK_S)

@@ -8,13 +8,13 @@ import pytest
 from conductor.api import Delta
 from conductor.dispatch.lifecycle import HandoffPhase, handoff_lifecycle
 from conductor.dispatch.merge import Merger
-from mooncake.errors import HandoffFailed, InternalError, NodeUnavailable, OutOfMemory
+from mooncake.errors import BrokenPeer, HandoffFailed, NodeUnavailable, OutOfMemory
 from mooncake.rpc import common_pb2, decode_pb2, prefill_pb2
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 
-def prefill_message(index: int = 0, token_id: int = 100, finish: str = "") -> prefill_pb2.PrefillResponse:
-    token = common_pb2.SampledToken(index=index, token_id=token_id)
+def prefill_message(index: int = 0, finish: str = "") -> prefill_pb2.PrefillResponse:
+    token = common_pb2.SampledToken(index=index, token_id=100 + index)
     return prefill_pb2.PrefillResponse(first_token=token, finish_reason=finish)
 
 
@@ -59,16 +59,58 @@ def test_a_continued_answer_starts_at_the_client_s_next_token() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_repeats_are_dropped_and_gaps_are_our_bug(seed: int) -> None:
+def test_each_node_tells_its_tokens_in_order(seed: int) -> None:
     rng = random.Random(seed)
-    merge, expected = merger(), 0
-    while expected < 30:
-        start = rng.randint(0, expected)
-        run = list(range(start, expected + rng.randint(0, 3) + 1))
-        assert indices([merge.on_decode_message(decode_message(*run))]) == [i for i in run if i >= expected]
-        expected = max(expected, run[-1] + 1)
-    with pytest.raises(InternalError, match=f"token {expected} is missing"):
-        merge.on_decode_message(decode_message(expected + 1))
+    merge, due = merger(), 0
+    while due < 30:
+        run = range(due, due + rng.randint(1, 4))
+        assert indices([merge.on_decode_message(decode_message(*run))]) == list(run)
+        due = run.stop
+    for wrong in (due + 1, rng.randrange(due)):
+        with pytest.raises(BrokenPeer, match=f"token {due} is missing: got {wrong}"):
+            merge.on_decode_message(decode_message(wrong))
+
+
+def alternative(token_id: int) -> decode_pb2.DecodeResponse:
+    token = common_pb2.SampledToken(logprob=-0.5, top=[common_pb2.TopLogprob(token_id=token_id, logprob=-0.6)])
+    return decode_pb2.DecodeResponse(tokens=[token])
+
+
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        (decode_message(*range(9)), "9 tokens where at most 8 were asked for"),
+        (decode_message(0, finish="bored"), "finish reason 'bored'"),
+        (decode_message(0, finish="abort"), "finish reason 'abort'"),
+        (decode_message(finish="stop"), "without a token"),
+        (decode_pb2.DecodeResponse(choice=1, finish_reason="stop"), "no answer 1"),
+        (decode_pb2.DecodeResponse(tokens=[common_pb2.SampledToken(token_id=200)]), "token 0 is 200"),
+        (alternative(200), "alternatives to token 0"),
+    ],
+)
+def test_what_cannot_be_part_of_the_answer_makes_no_sense(said: decode_pb2.DecodeResponse, complaint: str) -> None:
+    merge = Merger([0], handoff_lifecycle("h"), end=8, vocab_size=200)
+    with pytest.raises(BrokenPeer, match=complaint):
+        merge.on_decode_message(said)
+    assert merge.on_decode_message(alternative(199)) is not None
+
+
+def test_the_end_of_an_answer_is_its_end() -> None:
+    """Whatever else comes of it, such as the other node's first token."""
+    merge = merger()
+    assert indices([merge.on_decode_message(decode_message(0, finish="stop"))]) == [0]
+    assert merge.on_decode_message(decode_message(1, finish="stop")) is None
+    assert merge.on_prefill_message(prefill_message()) is None
+    last = merge.on_prefill_message(report())
+    assert last is not None and (last.tokens, last.finish_reason) == ((), FinishReason.STOP)
+
+
+def test_nodes_that_do_not_agree_on_the_first_token_have_not_handed_it_over() -> None:
+    merge = merger()
+    merge.on_prefill_message(prefill_message())
+    other = common_pb2.SampledToken(token_id=7)
+    with pytest.raises(HandoffFailed, match="do not agree on the answer's first token"):
+        merge.on_decode_message(decode_pb2.DecodeResponse(tokens=[other]))
 
 
 def test_an_empty_message_is_a_failure_of_its_sender() -> None:
@@ -117,11 +159,6 @@ def test_without_a_hand_off_the_prefill_node_gives_the_whole_answer(reason: Fini
         deltas = [*map(merge.on_prefill_message, said), merge.on_prefill_message(report())]
         assert indices(deltas) == list(range(count))
         assert [delta.finish_reason for delta in deltas if delta and delta.finish_reason] == [reason]
-
-
-def test_a_finish_reason_that_does_not_exist_is_our_bug() -> None:
-    with pytest.raises(InternalError, match="bored"):
-        merger().on_decode_message(decode_message(0, finish="bored"))
 
 
 def test_log_probabilities_of_a_prompt_are_read_where_they_are_needed() -> None:

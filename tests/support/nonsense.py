@@ -1,0 +1,52 @@
+"""What a decode node that is broken, or of another version, may say."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from enum import StrEnum
+
+import grpc
+
+from mooncake.rpc import common_pb2, decode_pb2, decode_pb2_grpc
+
+
+class Nonsense(StrEnum):
+    REPEATS = "repeats"  # for ever
+    VOCABULARY = "vocabulary"  # tokens that the model does not have
+    CHOICE = "choice"  # of an answer that nobody asked for
+    REASON = "reason"  # one that does not exist, for which the answer ends
+    GARBAGE = "garbage"  # bytes that are no message
+
+
+def nonsense(kind: Nonsense | None, due: int, vocab_size: int) -> Iterator[decode_pb2.DecodeResponse]:
+    """What comes in place of the token ``due``; nothing without a kind."""
+    right = common_pb2.SampledToken(index=due, token_id=7)
+    match kind:
+        case Nonsense.REPEATS:
+            before = common_pb2.SampledToken(index=due - 1, token_id=7)
+            yield from itertools.repeat(decode_pb2.DecodeResponse(tokens=[before]))
+        case Nonsense.VOCABULARY:
+            yield decode_pb2.DecodeResponse(tokens=[common_pb2.SampledToken(index=due, token_id=vocab_size)])
+        case Nonsense.CHOICE:
+            yield decode_pb2.DecodeResponse(tokens=[right], choice=1 << 31)
+        case Nonsense.REASON:
+            yield decode_pb2.DecodeResponse(finish_reason="bored")
+        case Nonsense.GARBAGE:
+            yield decode_pb2.DecodeResponse(finish_reason=Nonsense.GARBAGE)
+
+
+def add_decode_servicer(servicer: decode_pb2_grpc.DecodeServicer, server: grpc.aio.Server) -> None:
+    """As generated, but for ``Nonsense.GARBAGE``."""
+    generate = grpc.unary_stream_rpc_method_handler(
+        servicer.Generate,
+        request_deserializer=decode_pb2.DecodeRequest.FromString,
+        response_serializer=_bytes,
+    )
+    handlers = grpc.method_handlers_generic_handler("mooncake.v1.Decode", {"Generate": generate})
+    server.add_generic_rpc_handlers((handlers,))
+    decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
+
+
+def _bytes(said: decode_pb2.DecodeResponse) -> bytes:
+    return b"\xff" * 8 if said.finish_reason == Nonsense.GARBAGE else said.SerializeToString()
