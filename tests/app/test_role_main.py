@@ -225,6 +225,19 @@ def test_a_node_without_file_descriptors_stops_cleanly() -> None:
         assert "Traceback" not in err
 
 
+def test_a_node_without_file_descriptors_says_so() -> None:
+    with lamp() as process:
+        assert process.stderr is not None
+        assert said(process) == "on"
+        _, most = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        for limit, told in (
+            (0, "new connections wait, and no file can be opened: this process has as many open as it may (0)"),
+            (most, "there are file descriptors again"),
+        ):
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (limit, most))
+            assert any(told in line for line in process.stderr)
+
+
 def test_a_node_that_crashes_says_where() -> None:
     with lamp() as process:
         assert said(process) == "on"

@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Protocol, TypeVar
 
 from mooncake.app.cli.flags import add_overrides
+from mooncake.app.cluster.file_watch import watch_files
 from mooncake.app.cluster.last_resort import LoopWatch, end_when_crippled
 from mooncake.config import Config, load_config
 from mooncake.errors import Cancelled, ConfigError, ModelError, MooncakeError, NodeUnavailable, Unauthenticated
@@ -121,6 +122,7 @@ async def _serve(name: str, node: Node, stop_grace_s: float, is_watched: bool) -
     loop = asyncio.get_running_loop()
     end_when_crippled(loop)
     loop.set_default_executor(Threads(name="aside"))
+    watching = asyncio.create_task(watch_files(), name="watch files")
     hard_end, started = HardEnd(), False
 
     def on_signal() -> None:
@@ -132,9 +134,10 @@ async def _serve(name: str, node: Node, stop_grace_s: float, is_watched: bool) -
     with stop_signals(on_first=on_signal) as asked_to_stop:
         starting = asyncio.create_task(node.start(), name=f"start {name}")
         stopping = asyncio.create_task(asked_to_stop.wait(), name="wait for a signal")
-        tasks: list[asyncio.Task[None] | asyncio.Task[bool] | asyncio.Task[MooncakeError]] = [starting, stopping]
+        tasks: list[asyncio.Task[None] | asyncio.Task[bool] | asyncio.Task[MooncakeError]]
+        tasks = [watching, starting, stopping]
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
                 started = True
