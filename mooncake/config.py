@@ -83,7 +83,7 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None) ->
             tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # it may nest too deeply, or hold a number of thousands of digits
             raise ConfigError(f"{path} is not valid TOML: {error}") from None
     for override in overrides or []:
         _apply_override(tree, override)
@@ -138,7 +138,7 @@ def _apply_override(tree: dict[str, object], override: str) -> None:
         raise ConfigError(f"--set takes section.key=value, got {name + equals + ('…' if text else '')!r}")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = text.strip()  # a bare word is a string
     branch = tree.setdefault(section, {})
     if not isinstance(branch, dict):

@@ -91,6 +91,7 @@ _AT_LEAST_ONE = (
     "cluster.prefill",
     "cluster.decode",
 )
+_MOST = 1e15  # of anything: beyond it, timers and sizes are numbers that nothing can count in
 _SHARES = ("cluster.decode_share", "node.decode_share")
 _BETWEEN = {
     "block.tokens": range(1, 1025),
@@ -125,6 +126,8 @@ def _check_numbers(config: Config) -> None:
     _require(config, _SHARES, "must be between 0.01 and 1", lambda value: 0.01 <= value <= 1)
     for name, allowed in _BETWEEN.items():
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
+    unbounded = (*_AT_LEAST_10_MS, *_POSITIVE, *_NOT_NEGATIVE, *_AT_LEAST_ONE)
+    _require(config, unbounded, f"must be below {_MOST:g}", lambda value: value < _MOST)
 
 
 def _check_conductor(section: ConductorSection) -> None:

@@ -263,7 +263,7 @@ def _tables(source: _Source, above: tuple[_Source, ...]) -> dict[str, object]:
         raise ConfigError(f"{above[0].origin}: no cluster extends itself: {chain}")
     try:
         own = tomllib.loads(source.text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source.origin}: {error}") from None
     if "extends" not in own:
         return own
