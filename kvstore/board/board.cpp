@@ -17,6 +17,7 @@
 #include <new>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -26,7 +27,10 @@ namespace {
 
 using namespace board;
 
+// Null also when the file is shorter: touching what it lacks would end the process.
 void* map(int fd, size_t bytes, bool writable) {
+    struct stat file;
+    if (fstat(fd, &file) != 0 || file.st_size < 0 || static_cast<size_t>(file.st_size) < bytes) return nullptr;
     void* memory = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED) return nullptr;
     madvise(memory, bytes, MADV_DONTDUMP);
@@ -34,6 +38,7 @@ void* map(int fd, size_t bytes, bool writable) {
 }
 
 constexpr int64_t kSureNs = 100000;
+constexpr uint32_t kMaxSlots = 1 << 24;  // of a segment
 
 // A client's: the board, its own mailbox, and the segment.
 struct Reader {
@@ -67,7 +72,7 @@ constexpr uint32_t kMarks = 1 << 20;
 
 struct Book {
     Book(void* memory, int wake_fd)
-        : board(memory), wake_fd(wake_fd), expected(new(std::nothrow) uint64_t[board.head->num_slots]()) {}
+        : board(memory), wake_fd(wake_fd), expected(new(std::nothrow) uint64_t[board.num_slots]()) {}
 
     Board board;
     int wake_fd;      // an eventfd
@@ -81,7 +86,7 @@ struct Book {
     Arrival arrived[kMaxArrived];
 
     uint16_t& mark(const uint8_t* key, uint32_t key_bytes) {
-        return marks[hash_key(board.head->incarnation, key, key_bytes) % kMarks];
+        return marks[hash_key(board.incarnation, key, key_bytes) % kMarks];
     }
 
     void wake() {
@@ -100,8 +105,8 @@ struct Book {
         memcpy(record.key, key, key_bytes);
         memcpy(record.sums, sums, ranges * sizeof *sums);
         record.epoch.store(epoch, std::memory_order_release);
-        const uint64_t hash = hash_key(board.head->incarnation, key, key_bytes);
-        const uint32_t mask = board.head->num_cells - 1;
+        const uint64_t hash = hash_key(board.incarnation, key, key_bytes);
+        const uint32_t mask = board.num_cells - 1;
         for (uint32_t step = 0;; step++) {
             std::atomic<uint64_t>& cell = board.cells[(hash + step) & mask];
             if (cell.load(std::memory_order_relaxed) > kRemoved) continue;  // there are four times as many as slots
@@ -123,7 +128,7 @@ Outcome read_block(const Reader& reader, const uint8_t* key, uint32_t key_bytes,
     length = listed.length;
     if (length < least || length > most || listed.ranges == 0) return kChanged;
     const uint64_t part = listed.length / listed.ranges;
-    const uint8_t* from = reader.segment + static_cast<uint64_t>(listed.slot) * board.head->block_bytes;
+    const uint8_t* from = reader.segment + static_cast<uint64_t>(listed.slot) * board.block_bytes;
     bool is_right = true;
     for (uint64_t range = 0; range < listed.ranges && is_right; range++)
         is_right = xxh3::copy(into + range * part, from + range * part, part) == listed.sums[range];
@@ -190,13 +195,17 @@ void board_hide(Book* book, uint32_t slot) {
     const Board& board = book->board;
     Record& record = board.records[slot];
     if (!record.epoch.load(std::memory_order_relaxed)) return;
-    const uint64_t hash = hash_key(board.head->incarnation, record.key, record.key_bytes);
+    const uint32_t key_bytes = std::min<uint32_t>(record.key_bytes, kMaxKeyBytes);
+    const uint64_t hash = hash_key(board.incarnation, record.key, key_bytes);
     record.epoch.store(0, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_seq_cst);  // before anything is written into the slot
-    const uint32_t mask = board.head->num_cells - 1;
+    const uint32_t mask = board.num_cells - 1;
     const uint64_t wanted = (hash & ~0xFFFFFFFFull) | (slot + kFirstSlot);
     uint32_t at = static_cast<uint32_t>(hash) & mask;
-    while (board.cells[at].load(std::memory_order_relaxed) != wanted) at = (at + 1) & mask;
+    for (uint32_t step = 0; board.cells[at].load(std::memory_order_relaxed) != wanted; step++) {
+        if (step == mask) return;  // a bit of it has flipped: nobody finds the block by it
+        at = (at + 1) & mask;
+    }
     board.cells[at].store(kRemoved, std::memory_order_release);
     if (board.cells[(at + 1) & mask].load(std::memory_order_relaxed) != kEmpty) return;
     while (board.cells[at].load(std::memory_order_relaxed) == kRemoved) {  // nothing lies beyond these marks
@@ -292,7 +301,7 @@ uint32_t board_take_notes(const Book* book, Mailbox* mailbox, uint32_t* slots, u
         if (!note) break;
         at++;
         const uint64_t slot = (note & 0xFFFFFFFF) - 1;
-        if (slot >= board->head->num_slots) continue;
+        if (slot >= board->num_slots) continue;
         const uint64_t epoch = board->records[slot].epoch.load(std::memory_order_relaxed);
         if (epoch && (epoch & 0xFFFFFFFF) == note >> 32) slots[count++] = static_cast<uint32_t>(slot);
     }
@@ -319,9 +328,9 @@ int board_lists_all(const Reader* reader) { return reader->board.head->num_unlis
 Reader* board_open(int board_fd, int mailbox_fd, int segment_fd, int sock) {
     auto* head = static_cast<Head*>(map(board_fd, sizeof(Head), false));
     if (!head) return nullptr;
-    const bool is_known = head->magic == kMagic && head->num_cells == cells_for(head->num_slots);
     const uint32_t num_slots = head->num_slots;
     const uint64_t block_bytes = head->block_bytes;
+    const bool is_known = head->magic == kMagic && num_slots <= kMaxSlots && head->num_cells == cells_for(num_slots);
     munmap(head, sizeof(Head));
     if (!is_known) return nullptr;  // and its numbers may be any
     const size_t bytes = board_bytes(num_slots), segment_bytes = num_slots * block_bytes;
@@ -335,8 +344,15 @@ Reader* board_open(int board_fd, int mailbox_fd, int segment_fd, int sock) {
         return nullptr;
     }
     madvise(segment, segment_bytes, MADV_HUGEPAGE);
-    return new (std::nothrow) Reader{Board(memory), static_cast<Mailbox*>(mailbox),
-                                     static_cast<uint8_t*>(segment), segment_bytes, sock};
+    const Board board(memory);
+    if (board.num_slots != num_slots || board.block_bytes != block_bytes) {  // it has just changed
+        munmap(memory, bytes);
+        munmap(mailbox, sizeof(Mailbox));
+        munmap(segment, segment_bytes);
+        return nullptr;
+    }
+    return new (std::nothrow) Reader{board, static_cast<Mailbox*>(mailbox), static_cast<uint8_t*>(segment),
+                                     segment_bytes, sock};
 }
 
 uint8_t* board_segment(const Reader* reader) { return reader->segment; }
@@ -349,22 +365,22 @@ void board_leave(Reader* reader) {
     delete reader;
 }
 
-// The next slot that the store has given us, with its epoch. False when there is none.
+// The next slot that the store has given us, with its epoch. False when there is none, or no such slot.
 int board_receive(Reader* reader, uint64_t* slot_and_epoch) {
     Mailbox* mailbox = reader->mailbox;
     const uint64_t at = mailbox->received.load(std::memory_order_relaxed);
     if (at == mailbox->given.load(std::memory_order_acquire)) return 0;
     memcpy(slot_and_epoch, mailbox->gifts[at % kGifts], sizeof mailbox->gifts[0]);
     mailbox->received.store(at + 1, std::memory_order_release);
-    return 1;
+    return slot_and_epoch[0] < reader->board.num_slots;
 }
 
-uint64_t board_block_bytes(const Reader* reader) { return reader->board.head->block_bytes; }
+uint64_t board_block_bytes(const Reader* reader) { return reader->board.block_bytes; }
 
 // Copies a block into a slot that its caller holds, and gives the checksum of each of its equal ranges.
 void board_write(const Reader* reader, uint32_t slot, const uint8_t* from, uint64_t length, uint32_t ranges,
                  uint64_t* sums) {
-    uint8_t* into = reader->segment + slot * reader->board.head->block_bytes;
+    uint8_t* into = reader->segment + slot * reader->board.block_bytes;
     const uint64_t part = length / ranges;
     for (uint64_t range = 0; range < ranges; range++)
         sums[range] = xxh3::copy(into + range * part, from + range * part, part);
@@ -387,8 +403,8 @@ int64_t board_length(const Reader* reader, const uint8_t* key, uint32_t key_byte
     uint64_t epoch;
     const int64_t slot = reader->board.find(key, key_bytes, &epoch);
     if (slot < 0) return -1;
-    const int64_t length = reader->board.records[slot].length;
-    return reader->board.is_still(slot, epoch) ? length : -1;
+    const uint64_t length = reader->board.records[slot].length;
+    return length <= reader->board.block_bytes && reader->board.is_still(slot, epoch) ? static_cast<int64_t>(length) : -1;
 }
 
 // Copies one block of ``expected`` bytes and checks the copy. An ``Outcome``; -1 when the store is gone.

@@ -86,29 +86,36 @@ inline size_t board_bytes(uint32_t num_slots) {
     return sizeof(Head) + cells_for(num_slots) * sizeof(uint64_t) + num_slots * sizeof(Record);
 }
 
-// A mapped board, on either side.
+// A mapped board, on either side. What says where anything lies is read once: whatever becomes of the memory later (a bit
+// may flip there, in every process that looks), nobody reads or writes beside it.
 struct Board {
     Head* head;
+    uint32_t num_slots, num_cells;
+    uint64_t incarnation, block_bytes;
     std::atomic<uint64_t>* cells;
     Record* records;
 
-    explicit Board(void* memory) {  // whose head has been checked
-        head = static_cast<Head*>(memory);
-        cells = reinterpret_cast<std::atomic<uint64_t>*>(head + 1);
-        records = reinterpret_cast<Record*>(cells + head->num_cells);
-    }
+    explicit Board(void* memory)  // whose head has been checked
+        : head(static_cast<Head*>(memory)),
+          num_slots(head->num_slots),
+          num_cells(cells_for(num_slots)),
+          incarnation(head->incarnation),
+          block_bytes(head->block_bytes),
+          cells(reinterpret_cast<std::atomic<uint64_t>*>(head + 1)),
+          records(reinterpret_cast<Record*>(cells + num_cells)) {}
 
-    size_t bytes() const { return board_bytes(head->num_slots); }
+    size_t bytes() const { return board_bytes(num_slots); }
 
     // The slot that says it holds ``key``, and its epoch; -1 when there is none.
     int64_t find(const uint8_t* key, uint32_t key_bytes, uint64_t* epoch) const {
-        const uint64_t hash = hash_key(head->incarnation, key, key_bytes);
-        const uint32_t mask = head->num_cells - 1;
+        const uint64_t hash = hash_key(incarnation, key, key_bytes);
+        const uint32_t mask = num_cells - 1;
         for (uint32_t step = 0; step <= mask; step++) {
             const uint64_t cell = cells[(hash + step) & mask].load(std::memory_order_acquire);
             if (cell == kEmpty) return -1;
             if (cell == kRemoved || (cell ^ hash) >> 32) continue;
             const uint64_t slot = (cell & 0xFFFFFFFF) - kFirstSlot;
+            if (slot >= num_slots) continue;
             const Record& record = records[slot];
             *epoch = record.epoch.load(std::memory_order_acquire);
             if (*epoch && record.key_bytes == key_bytes && !memcmp(record.key, key, key_bytes) && is_still(slot, *epoch))
@@ -163,12 +170,13 @@ struct Listed {
     uint64_t sums[kMaxRanges];
 };
 
-// False when what was found changed while it was being read.
+// False when what was found changed while it was being read, or cannot be.
 inline bool look_up(const Board& board, const uint8_t* key, uint32_t key_bytes, Listed& listed) {
     listed.slot = board.find(key, key_bytes, &listed.epoch);
     if (listed.slot < 0) return true;
     const Record& record = board.records[listed.slot];
     listed.length = record.length;
+    if (listed.length > board.block_bytes) return false;
     listed.ranges = record.ranges <= kMaxRanges ? record.ranges : 0;  // it may be changing
     memcpy(listed.sums, record.sums, listed.ranges * sizeof *listed.sums);
     return board.is_still(listed.slot, listed.epoch);

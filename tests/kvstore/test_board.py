@@ -6,12 +6,15 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import random
 import resource
 import socket
+import struct
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -32,7 +35,7 @@ from kvstore.checksum import range_checksums
 from kvstore.client.near import RETURN_AHEAD_AFTER_S
 from kvstore.client.store_client import StoreClient
 from kvstore.node import StoreNode
-from kvstore.segment import Segment
+from kvstore.segment import Segment, sealed_memory
 from kvstore.transfer.engine import TransferEngine
 from mooncake.config import load_config
 from mooncake.errors import DeadlineExceeded, NodeUnavailable
@@ -314,6 +317,69 @@ def test_a_board_of_another_version_is_none():
         opening.start()
         opening.join(20)
         assert opened == [None]
+
+
+@pytest.mark.parametrize("num_slots", [SLOTS, 1 << 20])
+def test_a_board_that_is_shorter_than_it_says_is_none(num_slots):
+    """Whoever touched what is missing would be killed."""
+    segment = Segment.create("desk", SLOT_BYTES, SLOTS)
+    board = Board.create(segment)
+    assert board is not None
+    _, [board_fd, mailbox_fd, _] = board.add_mailbox()
+    with mmap.mmap(os.open(f"/proc/self/fd/{board_fd}", os.O_RDWR), 0) as memory:
+        struct.pack_into("<2I", memory, 24, num_slots, next(1 << i for i in range(6, 64) if 1 << i >= 4 * num_slots))
+    assert load_board().board_open(board_fd, mailbox_fd, sealed_memory("short", SLOT_BYTES), -1) is None
+    board.close()
+    segment.close()
+
+
+FLIPPING = textwrap.dedent(
+    """
+    import asyncio, mmap, os, random, sys
+    from test_board import SLOT_BYTES, open_desk
+
+    KEYS = [bytes([slot]) * 32 for slot in range(8)]
+    DATA = [bytes([slot]) * SLOT_BYTES for slot in range(8)]
+
+    async def flip(rng, desk):
+        with mmap.mmap(os.open(f"/proc/self/fd/{desk.board._read_only}", os.O_RDWR), 0) as memory:
+            records = (range(at, at + 320) for at in range(4608, 12800, 1024))
+            places = [range(8, 40), range(4096, 4608), *records]  # of the head and the cells, too
+            for slot in range(8):
+                desk.put(slot, slot + 1, KEYS[slot], DATA[slot])
+            for _ in range(300):
+                memory[rng.choice(rng.choice(places))] ^= 1 << rng.randrange(8)
+                for slot, key in enumerate(KEYS):
+                    into = bytearray(SLOT_BYTES)
+                    desk.reader.exists([key])
+                    desk.reader.length(key)
+                    if desk.reader.read(key, memoryview(into)) == 0:
+                        assert into == DATA[slot]
+                    if (length := desk.reader.get(key, into)) is not None:
+                        assert into[:length] == DATA[slot][:length]
+            for slot in range(8):
+                desk.board.hide(slot)
+
+    async def main():
+        for seed in range(10):
+            async with open_desk(8) as desk:
+                await flip(random.Random(seed), desk)
+
+    asyncio.run(main())
+    """
+)
+
+
+def test_bits_that_flip_on_a_board_while_it_is_read_end_nobody():
+    """Readers are prefill and decode nodes: what one process's memory does must not end all those beside it."""
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", FLIPPING], check=True, timeout=120, env={**os.environ, "PYTHONPATH": path})
+
+
+async def test_a_slot_that_no_segment_has_is_not_taken(desk):
+    [number] = desk.board._mailboxes
+    assert desk.board.give(number, SLOTS, 7) and desk.board.give(number, SLOTS - 1, 8)
+    assert [desk.reader.receive(), desk.reader.receive(), desk.reader.receive()] == [None, (SLOTS - 1, 8), None]
 
 
 async def test_a_reader_without_file_descriptors_finds_no_board(desk):
