@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
@@ -28,6 +29,23 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = CGROUPS) -> int 
         known += [int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:")]
     known += _group_limits(proc, cgroups)
     return min(known, default=None)
+
+
+def num_oom_kills(proc: Path = Path("/proc")) -> int:
+    """How many processes the system has killed for lack of memory, in any group, since it started; 0 if unknown."""
+    with contextlib.suppress(OSError):
+        for row in (proc / "vmstat").read_text().splitlines():
+            if row.startswith("oom_kill "):
+                return int(row.split()[1])
+    return 0
+
+
+def check_free(num_bytes: int) -> None:
+    """Raises OSError when this much memory would get the process killed once it is touched: the system promises more
+    than it has."""
+    free = available_bytes()
+    if free is not None and num_bytes > free:
+        raise OSError(errno.ENOMEM, f"{free / 1e9:.2f} GB are free")
 
 
 def gives_back_memory(load: Callable[P, R]) -> Callable[P, R]:

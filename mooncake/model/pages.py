@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.errors import ConfigError
+from mooncake.host_memory import check_free
 from mooncake.kernels.reference import SCALE_BYTES
 from mooncake.model_config import ModelConfig
 from mooncake.page_groups import one_group
@@ -75,6 +76,7 @@ class SharedMemory:
         """Raises ConfigError if the system has no such memory."""
         fd = os.memfd_create("mooncake", os.MFD_CLOEXEC)
         try:
+            check_free(num_bytes)
             os.ftruncate(fd, num_bytes)
             return cls(fd, num_bytes)
         except (OSError, ValueError) as error:

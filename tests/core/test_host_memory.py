@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from mooncake.engine.cache.kv_cache import KVCache
+from mooncake.errors import ConfigError
 from mooncake.host_memory import available_bytes
+from mooncake.model.pages import SharedMemory
+from mooncake.types import KVLayout
 
 GB = 10**9
 
@@ -29,6 +33,18 @@ def test_this_machine_tells_its_memory() -> None:
     available = available_bytes()
     assert available is not None
     assert GB / 10 < available < 1e14
+
+
+def test_a_cache_for_which_there_is_too_little_memory_is_refused_before_it_is_touched() -> None:
+    """The system promises more than it has, and kills whoever takes it at its word."""
+    available = available_bytes()
+    assert available is not None
+    layout = KVLayout(num_layers=16, num_kv_heads=8, block_tokens=64, head_dim=128, dtype="float32")
+    num_blocks = available // layout.block_bytes + 64
+    with pytest.raises(ConfigError, match=r"the system does not give .* GB: lower kv_gb or swap_gb \(.* GB are free\)"):
+        KVCache(layout, num_blocks)
+    with pytest.raises(ConfigError, match=r"GB of shared memory: .* GB are free"):
+        SharedMemory.create(num_blocks * layout.block_bytes)
 
 
 def test_without_groups_the_kernel_knows(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mooncake.errors import ConfigError
+from mooncake.host_memory import check_free
 from mooncake.model.pages import pages_over
 from mooncake.types import KVLayout
 
@@ -106,9 +107,11 @@ class KVCache:
 def own_memory(num_bytes: int) -> memoryview:
     """Zeroed, page-aligned, and committed only when touched. Raises ConfigError."""
     try:  # private: most systems have no huge pages for shared memory
+        check_free(num_bytes)
         area = mmap.mmap(-1, max(num_bytes, 1), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError):
-        raise ConfigError(f"the system does not give {num_bytes / 1e9:.1f} GB: lower kv_gb or swap_gb") from None
+    except (OSError, OverflowError) as error:
+        why = f" ({error.strerror})" if isinstance(error, OSError) else ""
+        raise ConfigError(f"the system does not give {num_bytes / 1e9:.1f} GB: lower kv_gb or swap_gb{why}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         area.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(area)
