@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import errno
 import os
+import secrets
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -196,6 +198,42 @@ async def test_what_can_be_known_beforehand_starts_no_process() -> None:
         with pytest.raises(error, match=sentence):
             async with LocalCluster(small_config(*overrides), start_module=start_module):
                 pass
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group whose processes have 40 MB."""
+    group = Path(f"/sys/fs/cgroup/memory/mooncake-{secrets.token_hex(4)}")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(40 << 20))
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    yield group
+    while (group / "cgroup.procs").read_text():
+        time.sleep(0.01)
+    group.rmdir()
+
+
+async def test_a_node_that_the_system_kills_for_lack_of_memory_is_told_as_such(small_group: Path) -> None:
+    grow = f"open('{small_group}/cgroup.procs', 'w').write('0'); bytearray(1 << 30)"
+
+    async def start_module(module: str, *_: object) -> NodeProcess:
+        work = grow if module == "decode_node" else "input()"
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            work,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    with pytest.raises(
+        NodeUnavailable, match="decode-0 was killed by SIGKILL, as the system does when memory runs out"
+    ):
+        async with LocalCluster(small_config(), start_module=start_module):
+            pass
 
 
 async def test_waiting_has_an_end() -> None:

@@ -38,6 +38,7 @@ from mooncake.app.cluster.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
+from mooncake.host_memory import num_oom_kills
 from mooncake.sampling_defaults import overridden
 from mooncake.text.template_source import template_source
 from mooncake.tls import check_tls, tls_of
@@ -294,12 +295,12 @@ class LocalCluster:
         """Supervise one child through all its restarts."""
         backoff_s = MIN_BACKOFF_S
         while True:
-            born = time.monotonic()
+            born, oom_kills = time.monotonic(), num_oom_kills()
             code = await self._live(child)
             if self._stopping.is_set():
                 return
             self._dead.add(child.incarnation)
-            error = _death(child, code)
+            error = _death(child, code, num_oom_kills() > oom_kills)
             # A configuration that once worked is not wrong: too little memory or a taken port may pass.
             is_final = isinstance(error, ConfigError) and not self._was_ready
             if is_final or not self._restart:
@@ -367,9 +368,12 @@ def _or_lose(tell: Callable[[str], None]) -> Callable[[str], None]:
     return tell_or_lose
 
 
-def _death(child: Child, code: int) -> MooncakeError:
-    """Why a process ended, with the last lines of its log if they say so."""
+def _death(child: Child, code: int, was_short_of_memory: bool) -> MooncakeError:
+    """Why a process ended, with the last lines of its log if they say so. ``was_short_of_memory``: while it lived the
+    system has killed somebody for that."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code == -signal.SIGKILL and was_short_of_memory:
+        how += ", as the system does when memory runs out: lower kv_gb or dram_gb, or start fewer nodes"
     has_said_why = code not in (-signal.SIGKILL, -signal.SIGTERM)  # those are sent from outside
     words = child.last_lines[-1] if has_said_why and child.last_lines else ""
     sentence = f"{child.node_id} {how}" + (f": {words}" if words else "")
