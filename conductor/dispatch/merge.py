@@ -12,7 +12,7 @@ from conductor.api import Delta
 from conductor.dispatch.lifecycle import HandoffPhase, Lifecycle
 from mooncake.errors import BrokenPeer, HandoffFailed, MooncakeError, OutOfMemory, shown
 from mooncake.rpc import decode_pb2, prefill_pb2
-from mooncake.rpc.convert import UnreadScores, report_from_wire, sampled_from_wire
+from mooncake.rpc.convert import UnreadScores, ms_from_wire, report_from_wire, sampled_from_wire
 from mooncake.types import FinishReason, PrefillReport, SampledToken
 
 _UNBOUNDED = 1 << 32
@@ -138,7 +138,7 @@ class Merger:
         new = self._new_tokens(choice, tokens)
         if finish_reason:
             if isinstance(message, decode_pb2.DecodeResponse):
-                self.decode_ms = max(self.decode_ms, message.decode_ms)
+                self.decode_ms = max(self.decode_ms, ms_from_wire(message.decode_ms))
                 self.preemptions = max(self.preemptions, message.preemptions)
             return self._finish(choice, _REASONS[finish_reason], new)
         return Delta(new, choice=choice) if new else None

@@ -26,6 +26,7 @@ from mooncake.types import (
 
 T = TypeVar("T")
 
+_NEVER_MS = 1e12  # longer than any process has run
 SCORE_BYTES, TOP_BYTES = 32, 17  # of a scored token on the wire, and of each alternative beside it, at most
 
 
@@ -260,6 +261,11 @@ def report_to_wire(report: PrefillReport) -> pb.PrefillReport:
     )
 
 
+def ms_from_wire(ms: float) -> float:
+    """A duration that a peer tells; 0 for one that is none: a single NaN would stay in every sum that it came into."""
+    return ms if 0 <= ms < _NEVER_MS else 0.0
+
+
 def report_from_wire(message: pb.PrefillReport) -> PrefillReport:
     timings = message.timings
     return PrefillReport(
@@ -271,5 +277,10 @@ def report_from_wire(message: pb.PrefillReport) -> PrefillReport:
         blended_tokens=message.blended_tokens,
         inherited_tokens=message.inherited_tokens,
         transport=message.transport,
-        timings=Timings(timings.queue_ms, timings.load_ms, timings.prefill_ms, timings.handoff_ms, timings.decode_ms),
+        timings=Timings(
+            *map(
+                ms_from_wire,
+                (timings.queue_ms, timings.load_ms, timings.prefill_ms, timings.handoff_ms, timings.decode_ms),
+            )
+        ),
     )

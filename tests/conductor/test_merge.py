@@ -1,6 +1,7 @@
 """Two streams become one without gap or repeat, whatever order they speak in. Pure."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -178,7 +179,7 @@ def test_log_probabilities_of_a_prompt_are_read_where_they_are_needed() -> None:
 def test_what_the_decode_node_measured_is_the_longest_answer_s() -> None:
     merge = Merger([0, 0], handoff_lifecycle("h"))
     merge.on_prefill_message(report())
-    for choice, ms in enumerate((30.0, 20.0)):
+    for choice, ms in enumerate((30.0, math.inf)):
         end = decode_message(0, finish="stop")
         end.choice, end.decode_ms, end.preemptions = choice, ms, choice
         merge.on_decode_message(end)

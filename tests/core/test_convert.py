@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -169,16 +171,29 @@ def test_addresses_of_segments_arrive_as_they_were_sent(address: SegmentAddress)
     assert segment_from_wire(pb.SegmentAddress.FromString(segment_to_wire(address).SerializeToString())) == address
 
 
-doubles = st.floats(allow_nan=False)
+ms = st.floats(0, 1e11)
 
 
 @given(
     report=st.builds(
-        PrefillReport, u32, u32, u32, u64, u64, text, st.builds(Timings, doubles, doubles, doubles, doubles, doubles)
+        PrefillReport,
+        u32,
+        u32,
+        u32,
+        u64,
+        u64,
+        text,
+        st.builds(Timings, ms, ms, ms, ms, ms),
     )
 )
 def test_reports_arrive_as_they_were_sent(report: PrefillReport) -> None:
     assert report_from_wire(pb.PrefillReport.FromString(report_to_wire(report).SerializeToString())) == report
+
+
+@pytest.mark.parametrize("ms", [math.nan, math.inf, -1.0, 1e300])
+def test_a_time_that_is_none_does_not_come_into_sums(ms: float) -> None:
+    times = pb.Timings(queue_ms=ms, load_ms=ms, prefill_ms=2.0, handoff_ms=ms, decode_ms=ms)
+    assert report_from_wire(pb.PrefillReport(timings=times)).timings == Timings(prefill_ms=2.0)
 
 
 def test_in_json_counts_are_numbers_and_what_only_names_something_is_text() -> None:
