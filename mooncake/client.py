@@ -121,7 +121,9 @@ class Client:
         """Connects with the first call. ``api_key`` None means that of ``MOONCAKE_API_KEY``, if set; ``tls`` None means
         ``MOONCAKE_SSL_CA_CERTS`` (and ``…_CERTFILE``, ``…_KEYFILE``, ``…_SERVER_NAME``), or else plain gRPC. A
         conductor that has been silent for ``keepalive_s`` and does not answer for as long again fails the calls to it
-        (NodeUnavailable): its host may be gone.
+        (NodeUnavailable): its host may be gone. From here that looks like one that stands still, as on a machine that
+        is suspended, and would go on where it was; who rather waits for it raises ``keepalive_s``, and ``timeout_s`` of
+        a request still ends it.
 
         Raises InvalidRequest when ``address`` is not ``host:port`` or the key cannot be sent, ConfigError for a file
         that cannot be used.
