@@ -1,7 +1,15 @@
 """``python -m prefill_node --config FILE --set key=value``: one prefill node."""
 
-from mooncake.app.cluster.role_main import run_role
-from prefill_node.node import PrefillNode
+from mooncake.app.cluster.role_main import Node, run_role
+from mooncake.config import Config
+
+
+def build(config: Config) -> Node:
+    """Torch is imported here, which takes seconds: by now the end of a launcher would end this process."""
+    from prefill_node.node import PrefillNode
+
+    return PrefillNode(config)
+
 
 if __name__ == "__main__":
-    run_role("prefill", PrefillNode)
+    run_role("prefill", build)

@@ -164,6 +164,8 @@ def test_the_diagram_has_no_room_that_is_not_there() -> None:
     [
         "conductor.node",
         "kvstore.node",
+        "prefill_node.__main__",
+        "decode_node.__main__",
         "mooncake.app.cli.main",
         "mooncake.app.cluster.local",
         "mooncake.client",
