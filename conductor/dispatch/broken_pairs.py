@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 FAILURES = 2  # in a row, before a pair is avoided: one may have been the request's, or a busy node's
-AVOIDED_S = 10.0  # after each further failure; then the next request finds out
+AVOIDED_S, MAX_AVOIDED_S = 10.0, 60.0  # then a request finds out; twice as long after each in vain
 MAX_PAIRS = 4096  # that are remembered
 
 Pair = tuple[int, int]  # prefill, decode
@@ -18,6 +18,7 @@ Pair = tuple[int, int]  # prefill, decode
 @dataclass(slots=True)
 class _Trouble:
     failures: int = 0
+    avoided_s: float = 0.0
     until: float = 0.0
 
 
@@ -36,7 +37,9 @@ class BrokenPairs:
         trouble.failures += 1
         if trouble.failures < FAILURES:
             return False
-        trouble.until = now + AVOIDED_S
+        if now >= trouble.until:  # otherwise that hand-off began before
+            trouble.avoided_s = min(2 * trouble.avoided_s or AVOIDED_S, MAX_AVOIDED_S)
+        trouble.until = now + trouble.avoided_s
         return trouble.failures == FAILURES
 
     def worked(self, pair: Pair) -> None:

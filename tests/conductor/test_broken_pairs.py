@@ -18,6 +18,17 @@ def test_a_pair_is_avoided_after_two_failures_in_a_row_and_tried_again_later() -
     assert pairs.avoids((P0, D0), 120.1)
 
 
+def test_the_longer_a_cut_lasts_the_fewer_requests_find_out() -> None:
+    pairs, tried_at = BrokenPairs(), []
+    pairs.failed((P0, D0), 0.0)
+    for second in range(600):
+        if not pairs.avoids((P0, D0), second):
+            tried_at.append(second)
+            for _ in range(8):  # that began together, and find out one after the other
+                pairs.failed((P0, D0), second)
+    assert tried_at == [0, 10, 30, 70, *range(130, 600, 60)]
+
+
 def test_a_hand_off_that_works_ends_it() -> None:
     pairs = BrokenPairs()
     pairs.failed((P0, D0), 0.0)
