@@ -194,6 +194,31 @@ def test_a_path_that_stands_still_beside_an_idle_one_gets_longer() -> None:
     assert dead.is_stalled([idle], 2.0, True, now)  # after what it has done before
 
 
+def test_a_path_that_nobody_watched_has_not_stood_still() -> None:
+    """Nobody looks while nothing is on its way: the first look may come before the first byte moves."""
+    path, idle = Watch(), Watch()
+    for watch in (path, idle):
+        watch.saw(5, False, 1.0)
+    idle.saw(6, False, 4.0)
+    path.saw(5, True, 9.0)
+    assert not path.is_stalled([idle], 1.0, True, 9.0)
+    for look in range(1, 30):
+        path.saw(5, True, 9.0 + 0.02 * look)
+    assert path.is_stalled([idle], 1.0, False, 9.58)
+
+
+def test_what_nobody_watched_of_a_stall_does_not_count() -> None:
+    """This process stood still, and the path's own thread has not run since."""
+    path, moving = Watch(), Watch()
+    for now in (1.0, 1.02, 11.02):
+        path.saw(5, True, now)
+        moving.saw(round(now * 100), True, now)
+    assert not path.is_stalled([moving], 1.0, False, 11.02)
+    assert not path.stands_still(0.1, 11.02)
+    path.saw(5, True, 11.06)
+    assert path.is_stalled([moving], 1.0, False, 11.06)
+
+
 def test_paths_that_were_cut_in_vain_make_for_patience() -> None:
     patience = Patience()
     assert patience.at(0.0) == 1.0

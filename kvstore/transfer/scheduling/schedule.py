@@ -26,6 +26,7 @@ EWMA_WEIGHT = 0.3  # of a new sample in the moving average
 MIN_SAMPLE_BYTES = 64 << 10  # smaller slices measure the round trip, not the rate
 STALL_S = 0.060  # without a byte moving, while another path to the same peer moves some
 LONG_STALL_S = 0.5  # without a byte moving, while another path is idle
+UNSEEN_S = 0.030  # that counts between two looks at a path, at most
 MAX_PATIENCE = 64.0
 CALM_S = 10.0  # without another such cut, after which patience is halved
 BACKOFF_S = 0.1  # before a failed path is opened again; doubles each time,
@@ -158,16 +159,20 @@ class Watch:
 
     progress: int = -1
     moved_at: float = 0.0  # when bytes were last seen to have moved
-    still_since: float = 0.0  # that, or when it last had nothing to do
+    still_since: float = 0.0  # that, or when it last had nothing to do; later by what nobody has watched
     is_busy: bool = False
+    seen_at: float = 0.0
 
     def saw(self, progress: int | None, is_busy: bool, now: float) -> None:
+        """A look at it. Nobody looks while nothing is on its way: what it has to do now may have just begun. Nor does
+        anybody while this process stands still."""
         if progress is None or progress != self.progress:
             self.progress = progress or 0
             self.moved_at = self.still_since = now
-        if not is_busy:
+        if not (is_busy and self.is_busy):
             self.still_since = now
-        self.is_busy = is_busy
+        self.still_since += max(0.0, min(now - self.seen_at - UNSEEN_S, now - self.still_since))
+        self.is_busy, self.seen_at = is_busy, now
 
     def is_stalled(self, others: Sequence[Watch], patience: float, is_suspect: bool, now: float) -> bool:
         """The ``others`` are open too. A peer that stalls as a whole is not a failed path: another path must have
