@@ -10,6 +10,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from forked_ranks import forked_ranks
+
+__all__ = ["forked_ranks"]
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     with contextlib.suppress(ModuleNotFoundError):
         from triton.runtime import interpreter

@@ -1,4 +1,4 @@
-"""Fixtures of models as files."""
+"""Fixtures of models as files; their ranks are forked."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 from converted import cache_for_weights
+from forked_ranks import forked_ranks
+
+__all__ = ["forked_ranks"]
 
 
 @pytest.fixture

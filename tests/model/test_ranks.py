@@ -31,6 +31,11 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 BLOCK_TOKENS, NUM_BLOCKS, LIMIT = 16, 24, 256
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks() -> None:
+    """Here they are started as they are."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks") / "tiny"

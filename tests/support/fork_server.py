@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -21,12 +22,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
 MOST_BYTES = 1 << 17  # of a request: arguments and environment
+MOST_FDS = 64  # that come with it
 
 
 class Forked:
@@ -43,7 +45,7 @@ class Forked:
             self.wait(0)
         return self.returncode
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float | None) -> int:
         """Its exit code, or minus the signal that ended it. Raises TimeoutError."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout_s)[0]:
@@ -103,14 +105,17 @@ class ForkServer:
         stderr: int = 2,
         environment: Mapping[str, str] | None = None,
         in_session: bool = False,
+        share: Collection[int] = (),
     ) -> Forked:
         """Run ``function`` (``module:name``) with ``arguments`` as its command line, in the folder of now, and in the
-        environment of now unless another is given; with ``in_session`` in a session and a group of its own."""
+        environment of now unless another is given; with ``in_session`` in a session and a group of its own. It has the
+        file descriptors ``share`` under the same numbers."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = dict(os.environ if environment is None else environment)
-        request = json.dumps([function, list(arguments), environment, str(Path.cwd()), in_session]).encode()
+        given = [function, list(arguments), environment, str(Path.cwd()), in_session, [0, 1, 2, *share]]
         with theirs:
-            socket.send_fds(self._requests, [request], [stdin, stdout, stderr, theirs.fileno()])
+            fds = [theirs.fileno(), stdin, stdout, stderr, *share]
+            socket.send_fds(self._requests, [json.dumps(given).encode()], fds)
         return Forked(ours)
 
     def run(
@@ -162,15 +167,16 @@ def serve(requests: socket.socket) -> Callable[[], object]:
             _tell_ends(running)
         if requests not in ready:
             continue
-        request, fds, _, _ = socket.recv_fds(requests, MOST_BYTES, 4)
+        request, fds, _, _ = socket.recv_fds(requests, MOST_BYTES, MOST_FDS)
         if not request:
             _end_all(running)
+        teller = socket.socket(fileno=fds.pop(0))
         pid = os.fork()
         if pid == 0:
-            for other in (requests, woken, wakes, *running.values()):
+            for other in (requests, woken, wakes, teller, *running.values()):
                 other.close()
             return _become(*json.loads(request), fds)
-        running[pid] = socket.socket(fileno=fds.pop())
+        running[pid] = teller
         running[pid].send(str(pid).encode())
         for fd in fds:
             os.close(fd)
@@ -192,17 +198,20 @@ def _end_all(running: dict[int, socket.socket]) -> NoReturn:
 
 
 def _become(
-    function: str, arguments: list[str], environment: dict[str, str], cwd: str, in_session: bool, fds: list[int]
+    function: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    cwd: str,
+    in_session: bool,
+    numbers: list[int],
+    fds: list[int],
 ) -> Callable[[], object]:
     if in_session:
         os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, fd in enumerate(fds[:3]):
-        os.dup2(fd, number)
-    for fd in fds:
-        os.close(fd)
+    _renumber(fds, numbers)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
@@ -210,6 +219,17 @@ def _become(
     sys.argv = [module, *arguments]
     called: Callable[[], object] = getattr(importlib.import_module(module), name)
     return called
+
+
+def _renumber(fds: list[int], numbers: list[int]) -> None:
+    """Any of the numbers may be that of another one now."""
+    free_from = max(*fds, *numbers) + 1
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, free_from) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, number in zip(moved, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _call(function: Callable[[], object]) -> NoReturn:

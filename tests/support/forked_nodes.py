@@ -18,11 +18,14 @@ from mooncake.app.cluster.local import NodeProcess, start_module
 from mooncake.app.cluster.role_main import PARENT_ENV
 
 THREADS_ENV = "OMP_NUM_THREADS"  # read when torch is imported
-IMPORTED = ("conductor.node", "kvstore.node", "prefill_node.node", "decode_node.node", "mooncake.app.cluster.directory")
+IMPORTED = (
+    *("conductor.node", "kvstore.node", "prefill_node.node", "decode_node.node", "mooncake.app.cluster.directory"),
+    "forked_ranks",
+)
 
 
 @cache
-def _server() -> ForkServer:
+def fork_server() -> ForkServer:
     server = ForkServer(*IMPORTED, "uvloop", **{THREADS_ENV: "1"})
     atexit.register(server.close)
     return server
@@ -53,7 +56,7 @@ async def fork_module(module: str, arguments: Sequence[str], environment: Mappin
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(ours, "rb", 0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     try:
-        server = _server()
+        server = fork_server()
         environment = {**environment, PARENT_ENV: str(server.pid)}
         arguments = [module, *arguments]
         forked = server.start("forked_nodes:run", arguments, nothing, theirs, theirs, environment, in_session=True)
