@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from descriptors import no_file_descriptors
+from forked_nodes import fork_module
 from live import small_config
 
 from mooncake.app.cluster.local import LocalCluster, NodeProcess
@@ -175,7 +176,7 @@ async def test_a_node_that_hangs_is_ended_all_the_same() -> None:
 
 
 async def test_a_node_that_cannot_start_says_why_in_one_sentence() -> None:
-    cluster = LocalCluster(small_config("decode.kv_gb=0.001"))
+    cluster = LocalCluster(small_config("decode.kv_gb=0.001"), start_module=fork_module)
     with pytest.raises(ConfigError) as caught:
         async with cluster:
             pass

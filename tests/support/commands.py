@@ -21,7 +21,7 @@ IMPORTED = (
 
 @cache
 def _server() -> ForkServer:
-    server = ForkServer(*(f"mooncake.app.{name}" for name in IMPORTED))
+    server = ForkServer(*(f"mooncake.app.{name}" for name in IMPORTED), "typer._adapters")  # of every flag
     atexit.register(server.close)
     return server
 
