@@ -8,7 +8,10 @@ block border writes another page than it reads; what any other overwrites is kep
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mooncake.kernels.recurrent import NO_PAGE, Runs
@@ -30,6 +33,7 @@ class States:
         self._row_size = cache.stride(1) * cache.element_size() // 4
         self._rows = first_rows(config, cache) if batch.pages is None else []
         self._runs = dict(batch.runs or {})
+        self._cuts: Cuts | None = None
         self._overwritten: dict[int, torch.Tensor] = {}  # by group: the pages that a run reads and writes
         self._kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = [] if can_be_abandoned else None
 
@@ -38,7 +42,8 @@ class States:
         pages = self._batch.pages
         group, row = (0, self._rows[layer]) if pages is None else pages.places[layer].tolist()
         if group not in self._runs:
-            self._runs[group] = runs_of(self._batch, group, self._block_tokens)
+            self._cuts = self._cuts or cuts_of(self._batch, self._block_tokens)
+            self._runs[group] = self._cuts.runs(self._batch, group)
         first = row * self._row_size
         states, runs = self._numbers[:, first : first + self._size], self._runs[group]
         if self._kept is not None:
@@ -54,12 +59,28 @@ class States:
             states[pages] = before
 
 
-def runs_of(batch: ForwardBatch, group: int, block_tokens: int) -> Runs:
-    """Over the group's pages, for a batch on the host. The target of tokens whose slots are below 0 is NO_PAGE."""
-    pages = batch.pages
-    tables, slots = (
-        (batch.block_tables, batch.slots) if pages is None else (pages.block_tables[group], pages.slots[group])
-    )
+class Cuts(NamedTuple):
+    """Where a batch's tokens are cut into runs, at their block borders: the same in every group."""
+
+    starts: npt.NDArray[np.int64]  # [R + 1], tokens
+    owners: npt.NDArray[np.int64]  # [R], sequences
+    before: npt.NDArray[np.int64]  # [R], the block of the token before the run, of the owner's; 0 if there is none
+    goes_on: npt.NDArray[np.bool_]  # [R], whether there is one
+    block_tokens: int
+
+    def runs(self, batch: ForwardBatch, group: int) -> Runs:
+        """Over the group's pages. The target of tokens whose slots are below 0 is NO_PAGE."""
+        pages = batch.pages
+        tables, slots = (
+            (batch.block_tables, batch.slots) if pages is None else (pages.block_tables[group], pages.slots[group])
+        )
+        sources = np.where(self.goes_on, tables.numpy()[self.owners, self.before], NO_PAGE).astype(np.int64)
+        targets = slots.numpy()[self.starts[:-1]] // self.block_tokens
+        return Runs(*(torch.from_numpy(each) for each in (self.starts, sources, targets)))
+
+
+def cuts_of(batch: ForwardBatch, block_tokens: int) -> Cuts:
+    """Of a batch on the host."""
     ends = batch.context_lens.numpy().astype(np.int64)
     firsts = ends - np.diff(batch.query_starts.numpy())
     first_blocks = firsts // block_tokens
@@ -69,7 +90,4 @@ def runs_of(batch: ForwardBatch, group: int, block_tokens: int) -> Runs:
     begins = np.maximum(blocks * block_tokens, firsts[owners])
     starts = np.zeros(len(owners) + 1, np.int64)
     np.cumsum(np.minimum((blocks + 1) * block_tokens, ends[owners]) - begins, out=starts[1:])
-    before = tables.numpy()[owners, np.maximum(begins - 1, 0) // block_tokens]
-    sources = np.where(begins > 0, before, NO_PAGE).astype(np.int64)
-    targets = slots.numpy()[starts[:-1]] // block_tokens
-    return Runs(*(torch.from_numpy(each) for each in (starts, sources, targets)))
+    return Cuts(starts, owners, np.maximum(begins - 1, 0) // block_tokens, begins > 0, block_tokens)

@@ -16,7 +16,7 @@ import torch
 from mooncake.kernels.recurrent import NO_PAGE, Runs
 from mooncake.kernels.recurrent_chunks import in_chunks
 from mooncake.model.batch import ForwardBatch, Pages
-from mooncake.model.states import runs_of
+from mooncake.model.states import cuts_of
 from mooncake.model_config import ModelConfig
 from mooncake.page_groups import PageGroups
 
@@ -57,11 +57,18 @@ class DeviceBatches:
         if batch.pages is not None:
             tables, slots = (self.moved(part.numpy()) for part in (batch.pages.block_tables, batch.pages.slots))
             moved["pages"] = Pages(batch.pages.places, tables, slots)
-        moved["runs"] = {group: self._moved_runs(batch, group, block_tokens) for group in self._groups_of_states}
+        moved["runs"] = {
+            group: in_chunks(runs, lambda part: self.moved(part.numpy()))
+            for group, runs in self._runs(batch, block_tokens).items()
+        }
         return ForwardBatch(**moved)
 
-    def _moved_runs(self, batch: ForwardBatch, group: int, block_tokens: int) -> Runs:
-        return in_chunks(runs_of(batch, group, block_tokens), lambda part: self.moved(part.numpy()))
+    def _runs(self, batch: ForwardBatch, block_tokens: int) -> dict[int, Runs]:
+        """By group of states."""
+        if not self._groups_of_states:
+            return {}
+        cuts = cuts_of(batch, block_tokens)
+        return {group: cuts.runs(batch, group) for group in self._groups_of_states}
 
     def empty_step(self, starts: list[int], context: int) -> ForwardBatch:
         """A step of which nothing is kept, of sequences of ``context`` tokens; on the host, like the engine's."""
@@ -106,7 +113,7 @@ class DeviceBatches:
         size, pinned = batch.num_sequences, self._pinned(buffers.numbers.shape, torch.int64)
         numbers = pinned.numpy()
         numbers[:FIRST_SLOTS, size:], numbers[FIRST_SLOTS:, size:] = 0, NO_SLOT
-        runs = [runs_of(batch, group, block_tokens) for group in self._groups_of_states]
+        runs = self._runs(batch, block_tokens).values()
         slots = batch.slots[None] if batch.pages is None else batch.pages.slots
         given = [batch.tokens.numpy(), batch.positions.numpy(), 0 if newest is None else newest, *slots.numpy()]
         given += [part.numpy() for each in runs for part in (each.sources, each.targets)]
