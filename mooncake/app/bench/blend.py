@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from rich.progress import Progress
 
-from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.report import Figure, Report, tell, told
 from mooncake.app.bench.shared.prompts import TEXT, text_windows
 from mooncake.app.bench.shared.timing import in_turns, milliseconds
 from mooncake.app.cli.flags import Flags
@@ -53,17 +53,7 @@ def main(args: list[str]) -> None:
     """Raises ConfigError, ModelError, Cancelled after Ctrl-C (what was measured is reported first)."""
     options = parse(args)
     torch.set_num_threads(options.threads)
-    config: dict[str, object] = {
-        "model": Path(options.model).name,
-        "dtype": "float32",
-        "threads": options.threads,
-        "prompts": options.prompts,
-        "chunks": options.chunks,
-        "chunk_tokens": options.chunk_tokens,
-        "tail": options.tail,
-        "step_tokens": options.step_tokens,
-        "text": TEXT,
-    }
+    config = told(options, "shares", "time_tokens", "repeat", dtype="float32", text=TEXT)
     report = Report("blend", config, seed=0)
     checkpoint = open_checkpoint(options.model)
     with report.measuring("computing") as shown:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.report import Report, tell, told
 from mooncake.app.bench.shared.prompts import random_prompt
 from mooncake.app.cli.flags import Flags, positive
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -54,24 +54,15 @@ class Options:
     json: Path | None
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    gap_p99_ms: float
-    prefill_tok_s: float  # of the long prompt alone
-
-
 def main(args: list[str]) -> None:
     """Raises ConfigError, Cancelled after Ctrl-C."""
     options = parse(args)
-    config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
-    config["model"] = Path(options.model).name  # no path in the report
-    report = Report("chunked", config, options.seed, notes=list(NOTES))
+    report = Report("chunked", told(options), options.seed, notes=list(NOTES))
     ways = {
         "whole": (0, 0.0),
         "chunks": (options.budget, 0.0),
         "limit": (options.budget, options.limit_ms),
     }
-    turns: dict[str, list[Turn]] = {way: [] for way in ways}
     with report.measuring("chunked") as shown:
         checkpoint = open_checkpoint(options.model)
         engines = _engines(checkpoint, options, ways)
@@ -81,13 +72,9 @@ def main(args: list[str]) -> None:
                 break
             for way, engine in engines.items():
                 tell(shown, f"{way}, turn {rep + 1} of {options.reps}")
-                turns[way].append(_turn(engine, checkpoint.config.vocab_size, options, rep))
-    for way, done in turns.items():
-        if done:
-            report.add(
-                Figure(way, "gap_p99", "ms", tuple(turn.gap_p99_ms for turn in done)),
-                Figure(way, "prefill", "tok/s", tuple(turn.prefill_tok_s for turn in done), more_is_better=True),
-            )
+                gap_p99_ms, prefill_tok_s = _turn(engine, checkpoint.config.vocab_size, options, rep)
+                report.add_value(way, "gap_p99", "ms", gap_p99_ms)
+                report.add_value(way, "prefill", "tok/s", prefill_tok_s, more_is_better=True)
     _compare(report)
     report.finish(options.json)
 
@@ -137,7 +124,8 @@ def _engines(checkpoint: Checkpoint, options: Options, ways: dict[str, tuple[int
     return engines
 
 
-def _turn(engine: Engine, vocab: int, options: Options, rep: int) -> Turn:
+def _turn(engine: Engine, vocab: int, options: Options, rep: int) -> tuple[float, float]:
+    """The 99th percentile of gaps (ms), and tokens per second of the long prompt alone."""
     draw = random.Random(f"{options.seed} {rep}")
 
     def sequence(name: str, length: int, max_tokens: int) -> Sequence:
@@ -171,7 +159,7 @@ def _turn(engine: Engine, vocab: int, options: Options, rep: int) -> Turn:
     for name in ("long", *(f"r{number}" for number in range(options.running))):
         engine.abort(name)
     engine.take_ended()
-    return Turn(_p99(gaps_ms), prefill_tok_s)
+    return _p99(gaps_ms), prefill_tok_s
 
 
 def _p99(values: list[float]) -> float:

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from mooncake.app.bench.report import Figure, Report, Value, tell
-from mooncake.app.cli.flags import Flags
+from mooncake.app.bench.report import Figure, Report, Value, tell, told
+from mooncake.app.cli.flags import Flags, names
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
@@ -49,14 +49,8 @@ def main(args: list[str]) -> None:
     """Raises ConfigError, ModelError, Cancelled after Ctrl-C (what was measured is reported first)."""
     options = parse(args)
     checkpoint = open_checkpoint(options.model)
-    config: dict[str, object] = {
-        "model": Path(options.model).name,
-        "dtype": "float32",
-        "tokens": checkpoint.config.context(options.tokens),
-        "tail": options.tail,
-        "ranks": options.ranks,
-        "threads": 1,
-    }
+    tokens = checkpoint.config.context(options.tokens)
+    config = told(options, "methods", "repeat", dtype="float32", tokens=tokens, threads=1)
     report = Report("context", config, seed=0)
     with report.measuring("computing") as shown:
         bench = Bench(checkpoint, options, report)
@@ -77,9 +71,7 @@ def parse(args: list[str]) -> Options:
     add("--repeat", type=int, default=3, help="timings per measurement")
     flags.json_file()
     given = flags.read(args)
-    given.methods = tuple(given.methods.split(","))
-    if unknown := set(given.methods) - set(ways):
-        raise ConfigError(f"--methods are of {', '.join(ways)}, not {', '.join(sorted(unknown))}")
+    given.methods = names("--methods", given.methods, ways)
     if given.ranks < 2 or given.repeat < 1:
         raise ConfigError("--ranks must be at least 2, --repeat at least 1")
     if not LEAST_TOKENS <= given.tail < given.tokens:
@@ -117,18 +109,16 @@ class Bench:
             for step, batch in self._steps.items():
                 params: dict[str, Value] = {"step": step, "method": method}
                 ways = {ALONE: (self._model, 1), together: (self._model, options.ranks), over_ranks: (cut, 1)}
-                for way, values in self._times(batch, ways, shown).items():
-                    self._report.add(Figure(way, "forward pass", "ms", tuple(values), params=params))
+                self._time(batch, ways, params, shown)
                 self._tell_bytes(batch, cut, setup, over_ranks, params)
                 for ratio, other in (("speedup", ALONE), ("vs_threads", together)):
                     name = f"{ratio}_{step.replace(' ', '_')}_{method}"
                     self._report.compare_subjects(name, "forward pass", other, over_ranks, **params)
 
-    def _times(
-        self, batch: ForwardBatch, ways: dict[str, tuple[AnyModel, int]], shown: Progress
-    ) -> dict[str, list[float]]:
-        """Milliseconds of each model with this many threads, alternately. All must give the same logits."""
-        times: dict[str, list[float]] = {way: [] for way in ways}
+    def _time(
+        self, batch: ForwardBatch, ways: dict[str, tuple[AnyModel, int]], params: dict[str, Value], shown: Progress
+    ) -> None:
+        """Each model with this many threads, alternately. All must give the same logits."""
         for turn in range(self._options.repeat + 1):
             logits = []
             for way, (model, threads) in ways.items():
@@ -136,11 +126,11 @@ class Bench:
                 with threads_for(threads):
                     logits.append(model.forward(batch, self._cache.tensor, NoHook()))
                 if turn:  # the first one is a warm-up
-                    times[way].append((time.perf_counter() - started_s) * 1e3)
+                    elapsed_ms = (time.perf_counter() - started_s) * 1e3
+                    self._report.add_value(way, "forward pass", "ms", elapsed_ms, **params)
             for other in logits[1:]:
                 torch.testing.assert_close(other, logits[0], rtol=1e-3, atol=1e-3)
             tell(shown, f"{turn} of {self._options.repeat} timings")
-        return times
 
     def _tell_bytes(
         self, batch: ForwardBatch, cut: ContextParallelModel, setup: Setup, way: str, params: dict[str, Value]

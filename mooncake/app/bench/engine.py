@@ -206,17 +206,10 @@ def _take_turn(subject: Subject, prompts: list[list[int]], new: int) -> Turn:
     return Turn(new_prompts_s, one_token_s, subject.run(prompts, 1 + new))
 
 
-@dataclass(frozen=True, slots=True)
-class LongTurn:
+def _take_long_turn(subject: Subject, prompts: list[list[int]]) -> dict[str, float]:
     """Seconds to the first token of one long prompt."""
-
-    cold_s: float
-    repeated_s: tuple[float, ...]  # empty without a prefix cache
-
-
-def _take_long_turn(subject: Subject, prompts: list[list[int]]) -> LongTurn:
-    cold_s = subject.run(prompts, 1)
-    return LongTurn(cold_s, (subject.run(prompts, 1),) if subject.has_prefix_cache else ())
+    taken = {"TTFT, cold": subject.run(prompts, 1)}
+    return taken | {"TTFT, repeated": subject.run(prompts, 1)} if subject.has_prefix_cache else taken
 
 
 @dataclass(slots=True)
@@ -285,17 +278,12 @@ class EngineBench:
         )
 
     def _measure_ttft(self, draw: random.Random) -> None:
-        taken: dict[str, list[LongTurn]] = {subject.name: [] for subject in self.subjects}
         for rep in range(self.options.reps):
             for subject in list(self.subjects):
                 task = partial(_take_long_turn, subject, self._prompts(draw, 1, self.options.long_tokens))
-                taken[subject.name] += self._attempt(subject, f"long prompt, {self._repetition(rep)}", task)
-        shape: dict[str, Value] = {"prompt": self.options.long_tokens}
-        for engine, turns in taken.items():
-            cold, repeated = [turn.cold_s for turn in turns], [s for turn in turns for s in turn.repeated_s]
-            for name, times in (("TTFT, cold", cold), ("TTFT, repeated", repeated)):
-                if times:
-                    self.report.add(Figure(engine, name, "ms", milliseconds(times), params=shape))
+                for taken in self._attempt(subject, f"long prompt, {self._repetition(rep)}", task):
+                    for name, s in taken.items():
+                        self.report.add_value(subject.name, name, "ms", 1e3 * s, prompt=self.options.long_tokens)
 
     def _repetition(self, rep: int) -> str:
         return f"repetition {rep + 1} of {self.options.reps}"

@@ -7,9 +7,10 @@ turns on the same cores. Only one of them runs at a time; clients share its core
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 from msgspec.structs import replace
 from rich.progress import Progress
@@ -19,7 +20,7 @@ from mooncake.app.bench.load.options import FIRST_TOKENS, LoadOptions, add_load_
 from mooncake.app.bench.load.traffic import Served, Traffic
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.server import PeerServer
-from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.bench.report import Report, tell
 from mooncake.app.cli.flags import Flags
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.cluster.preflight import available_cores
@@ -48,16 +49,14 @@ def main(args: list[str]) -> None:
     checkpoint = open_checkpoint(options.config.model.path, options.config.model.max_model_len)
     dtype = options.config.precision(checkpoint.coding).weights.dtype
     report = Report("http", options.told() | {"dtype": dtype}, options.seed, notes=list(NOTES))
-    found = _Found()
     failure: MooncakeError | None = None
     with report.measuring("measuring") as shown, ExitStack() as stack:
         peer = _start_vllm(options, checkpoint, dtype, stack, report, shown) if options.vllm_python else None
         try:
-            run_async(unless_stopped(_HttpBench(options, checkpoint, peer, found, shown).run()))
+            run_async(unless_stopped(_HttpBench(options, checkpoint, peer, report, shown).run()))
         except (NodeUnavailable, InternalError) as error:
             failure = error
             report.notes.append(f"ended before all turns: {error.message}")
-    report.add(*found.figures())
     compare(report, options)
     report.finish(options.json)
     if failure is not None:
@@ -98,29 +97,13 @@ def _start_vllm(
 
 
 @dataclass(slots=True)
-class _Found:
-    """Values by what was measured, one from each turn."""
-
-    values: dict[tuple[str, str, str, bool, tuple[tuple[str, Value], ...]], list[float]] = field(default_factory=dict)
-
-    def add(
-        self, subject: str, name: str, unit: str, value: float, shape: Mapping[str, Value], *, more: bool = False
-    ) -> None:
-        self.values.setdefault((subject, name, unit, more, tuple(shape.items())), []).append(value)
-
-    def figures(self) -> Iterator[Figure]:
-        for (subject, name, unit, more, shape), values in self.values.items():
-            yield Figure(subject, name, unit, tuple(values), more, dict(shape))
-
-
-@dataclass(slots=True)
 class _HttpBench:
     """Measures every server once in each turn, with new prompts of the same lengths."""
 
     options: LoadOptions
     checkpoint: Checkpoint
     peer: PeerServer | None
-    found: _Found
+    report: Report
     shown: Progress
 
     async def run(self) -> None:
@@ -155,20 +138,20 @@ class _HttpBench:
             self._tell(served.name, turn, f"{clients} clients")
             await self._measure_load(served, traffic, clients)
         self._tell(served.name, turn, "long prompts")
-        prompt, shape = traffic.prompt(options.long_tokens), {"prompt": options.long_tokens}
+        prompt = traffic.prompt(options.long_tokens)
         for kind in ("cold", "repeated"):
             answer = await served.ask(prompt, FIRST_TOKENS)
-            self.found.add(served.name, f"TTFT, {kind}", "ms", answer.ttft_ms, shape)
+            self.report.add_value(served.name, f"TTFT, {kind}", "ms", answer.ttft_ms, prompt=options.long_tokens)
 
     async def _measure_load(self, served: Served, traffic: Traffic, clients: int) -> None:
-        options, shape = self.options, {"clients": clients}
+        options, add = self.options, partial(self.report.add_value, served.name, clients=clients)
         sizes = (options.requests, options.prompt_tokens, options.new_tokens)
         run = await traffic.closed_loop(served, clients, *sizes, SPREAD)
-        self.found.add(served.name, "output", "tok/s", run.tokens_per_s, shape, more=True)
+        add("output", "tok/s", run.tokens_per_s, more_is_better=True)
         firsts_ms, gaps_ms = sorted(answer.ttft_ms for answer in run.answers), sorted(run.gaps_ms)
         for share, name in ((0.5, "p50"), (0.99, "p99")):
-            self.found.add(served.name, f"TTFT {name}", "ms", percentile(firsts_ms, share), shape)
-            self.found.add(served.name, f"TBT {name}", "ms", percentile(gaps_ms, share), shape)
+            add(f"TTFT {name}", "ms", percentile(firsts_ms, share))
+            add(f"TBT {name}", "ms", percentile(gaps_ms, share))
 
     def _tell(self, name: str, turn: int, what: str) -> None:
         tell(self.shown, f"turn {turn + 1} of {self.options.reps}: {name}, {what}")

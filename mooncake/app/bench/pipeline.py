@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from mooncake.app.bench.report import Figure, Report, Value, tell
+from mooncake.app.bench.report import Figure, Report, tell, told
 from mooncake.app.bench.shared.prompts import MIN_TOKEN
-from mooncake.app.cli.flags import Flags
+from mooncake.app.cli.flags import Flags, numbers
 from mooncake.app.outputs import output_file
 from mooncake.app.plots import write_timeline
 from mooncake.checkpoint import Checkpoint, open_checkpoint
@@ -66,16 +66,7 @@ def main(args: list[str]) -> None:
     wanted = options.stages * options.threads
     if len(cores) < wanted:
         raise ConfigError(f"{options.stages} stages of {options.threads} threads need {wanted} cores, not {len(cores)}")
-    config: dict[str, object] = {
-        "model": Path(options.model).name,
-        "dtype": "float32",
-        "stages": options.stages,
-        "pieces": options.pieces,
-        "chunk_tokens": list(options.chunk_tokens),
-        "threads": options.threads,
-        "repeat": options.repeat,
-    }
-    report = Report("pipeline", config, options.seed, notes=list(NOTES))
+    report = Report("pipeline", told(options, "tokens", "plot", dtype="float32"), options.seed, notes=list(NOTES))
     with report.measuring("computing") as shown:
         contest = Contest(options, open_checkpoint(options.model, max(options.tokens)), cores[:wanted])
         try:
@@ -100,30 +91,11 @@ def parse(args: list[str]) -> Options:
     add("--plot", type=output_file, metavar="FILE", help="draw the timeline of the stages (.png, .svg)")
     flags.json_file()
     given = flags.read(args)
-    given.tokens = _numbers("--tokens", given.tokens)
-    given.chunk_tokens = _numbers("--chunk-tokens", given.chunk_tokens)
     if given.stages < 2 or min(given.pieces, given.threads, given.repeat) < 1:
         raise ConfigError("--stages must be at least 2, --pieces, --threads and --repeat at least 1")
-    if min(given.tokens) < given.pieces or min(given.chunk_tokens) < 1:
-        raise ConfigError("--tokens must be at least --pieces, and --chunk-tokens at least 1")
+    given.tokens = numbers("--tokens", given.tokens, given.pieces)
+    given.chunk_tokens = numbers("--chunk-tokens", given.chunk_tokens, 1)
     return Options(**vars(given))
-
-
-def _numbers(flag: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(","))
-    except ValueError:
-        raise ConfigError(f"{flag} takes numbers, got {text!r}") from None
-
-
-@dataclass(slots=True)
-class Timing:
-    """One way to compute a prompt; one value per repetition."""
-
-    elapsed_ms: list[float]
-    predicted: list[float]  # over measured
-    idle: list[float]  # share
-    bytes_between: list[float]  # the first two stages
 
 
 class Contest:
@@ -169,7 +141,6 @@ class Contest:
         }
         for chunk in options.chunk_tokens:
             ways[_steps_name(chunk)] = partial(self._in_steps, batch, chunk)
-        timings = {name: Timing([], [], [], []) for name in ways}
         for turn in range(options.repeat + 1):
             for name, compute in ways.items():
                 tell(shown, f"{tokens} tokens, {name}, {turn} of {options.repeat} turns")
@@ -179,15 +150,16 @@ class Contest:
                 elapsed_ms = (time.perf_counter() - started_s) * 1e3
                 if not turn:  # warm-up
                     continue
-                timings[name].elapsed_ms.append(elapsed_ms)
+                add = partial(report.add_value, name, tokens=tokens)
+                add("forward pass", "ms", elapsed_ms)
                 if times is not None:
                     expected_ms = timetable(predicted_ms(spans, times.cuts, costs))[-1, -1, 1]
-                    timings[name].predicted.append(float(expected_ms) / elapsed_ms)
-                    timings[name].idle.append(_idle_share(times))
-                    timings[name].bytes_between.append(float(times.bytes_between[0]))
+                    add("predicted over measured", "", float(expected_ms) / elapsed_ms)
+                    add("idle", "", _idle_share(times))
+                    add("bytes between two stages", "B", float(times.bytes_between[0]))
                 if name == EQUAL_COST and options.plot is not None and times is not None:
                     write_timeline(options.plot, f"{tokens:,} tokens, pieces of equal cost", times.pieces_ms)
-        _tell(report, timings, tokens, options, tokens * self._width * 4)
+        _compare(report, tokens, options, tokens * self._width * 4)
 
     def _alone(self, batch: ForwardBatch, cuts: list[int], threads: int) -> None:
         """Runs on as many cores as it has threads."""
@@ -220,21 +192,9 @@ def _idle_share(times: StepTimes) -> float:
     return float(1 - (ends - begins).sum() / ((ends.max() - begins.min()) * len(begins)))
 
 
-def _tell(report: Report, timings: dict[str, Timing], tokens: int, options: Options, expected_bytes: int) -> None:
-    params: dict[str, Value] = {"tokens": tokens}
-    for name, timing in timings.items():
-        if not timing.elapsed_ms:
-            continue
-        report.add(Figure(name, "forward pass", "ms", tuple(timing.elapsed_ms), params=params))
-        if timing.idle:
-            report.add(
-                Figure(name, "predicted over measured", "", tuple(timing.predicted), params=params),
-                Figure(name, "idle", "", tuple(timing.idle), params=params),
-                Figure(name, "bytes between two stages", "B", tuple(timing.bytes_between), params=params),
-            )
-
+def _compare(report: Report, tokens: int, options: Options, expected_bytes: int) -> None:
     def passes(name: str) -> Figure | None:
-        return report.find(name, "forward pass", **params)
+        return report.find(name, "forward pass", tokens=tokens)
 
     stages = passes(EQUAL_COST)
     if stages is None:
@@ -248,8 +208,8 @@ def _tell(report: Report, timings: dict[str, Timing], tokens: int, options: Opti
         report.compare(f"steps_of_{chunk}_vs_one_{tokens}", best_alone, passes(_steps_name(chunk)))
     report.compare(f"stages_vs_all_threads_{tokens}", passes(ALL_THREADS), stages)
     report.compare(f"equal_cost_vs_equal_length_{tokens}", passes(EQUAL_LENGTH), stages)
-    predicted = report.find(EQUAL_COST, "predicted over measured", **params)
-    sent = report.find(EQUAL_COST, "bytes between two stages", **params)
+    predicted = report.find(EQUAL_COST, "predicted over measured", tokens=tokens)
+    sent = report.find(EQUAL_COST, "bytes between two stages", tokens=tokens)
     assert predicted is not None and sent is not None
     report.ratios[f"predicted_vs_measured_{tokens}"] = predicted.median
     report.ratios[f"bytes_vs_formula_{tokens}"] = sent.best / expected_bytes

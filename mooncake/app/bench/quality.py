@@ -22,7 +22,7 @@ from rich.progress import Progress
 import mooncake.kernels as kernels
 import mooncake.model as models
 from mooncake.app.bench.engine_parts.kernels import weight_bytes
-from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.report import Figure, Report, tell, told
 from mooncake.app.bench.shared.prompts import TEXT, text_windows
 from mooncake.app.cli.flags import Flags, names
 from mooncake.app.key_scales import measured
@@ -72,8 +72,7 @@ def main(args: list[str]) -> None:
     """Raises ConfigError, ModelError, Cancelled after Ctrl-C (what was computed is reported first)."""
     options = parse(args)
     torch.set_num_threads(options.threads)
-    config = {"model": Path(options.model).name, "tokens": options.tokens, "window": options.window}
-    report = Report("quality", {**config, "text": TEXT}, seed=0)
+    report = Report("quality", told(options, "formats", "threads", "resume", text=TEXT), seed=0)
     with report.measuring("computing") as shown:
         measure(options, report, shown)
     compare(report, options)

@@ -29,7 +29,7 @@ from kvstore.transfer.rdma.find import VerbsUnavailable
 from kvstore.transfer.rdma.verbs import Device
 from kvstore.transfer.requests import ReadRange, WriteRange
 from mooncake.app.bench.peers.spawned import spawned
-from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.report import Report, tell
 from mooncake.app.cli.flags import Flags, numbers
 from mooncake.errors import ConfigError
 from mooncake.types import SegmentAddress
@@ -127,19 +127,14 @@ def _measure(size: int, device: str, gid_index: int, options: Options, report: R
         if shutil.which("ib_write_bw") is None:
             report.notes.append("perftest is not installed: nothing to compare with")
             ways = {way: measure for way, measure in ways.items() if way[0] == "mooncake"}
-        rates: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
-        late: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
         write(data), read()  # warm-up: opens the path and its windows
         for _ in range(options.reps):
-            for way, measure in ways.items():
+            for (subject, name), measure in ways.items():
                 before = _late_acknowledgements(device)
-                rates[way].append(measure())
-                late[way].append(_late_acknowledgements(device) - before)
+                report.add_value(subject, name, "GB/s", measure(), more_is_better=True, KiB=size >> 10)
+                late = _late_acknowledgements(device) - before
+                report.add_value(subject, f"{name}: late acks", "", late, KiB=size >> 10)
     transfer.close()
-    for (subject, name), values in rates.items():
-        params: dict[str, str | int | float | bool] = {"KiB": size >> 10}
-        report.add(Figure(subject, name, "GB/s", tuple(values), more_is_better=True, params=params))
-        report.add(Figure(subject, f"{name}: late acks", "", tuple(late[subject, name]), params=params))
     for name in ("write", "read"):
         ratio = f"{name}_{size >> 10}KiB_vs_ib_{name}_bw"
         report.compare_subjects(ratio, name, "mooncake", "perftest", KiB=size >> 10)

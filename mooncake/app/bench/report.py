@@ -13,9 +13,10 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.markup import escape
@@ -24,6 +25,9 @@ from rich.table import Table
 
 from mooncake.app.console import err, out, plain_table, print_json
 from mooncake.errors import Cancelled, ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 TABLE_WIDTH = 160  # at least, even if it does not fit: a truncated table is useless
 PLAIN_S = 30.0  # between two lines of progress where there is no terminal
@@ -95,6 +99,16 @@ class Report:
     def add(self, *figures: Figure) -> None:
         self.figures += figures
 
+    def add_value(
+        self, subject: str, name: str, unit: str, value: float, more_is_better: bool = False, **params: Value
+    ) -> None:
+        """One repetition's value of a figure, which begins with the first of them."""
+        for index, figure in enumerate(self.figures):
+            if (figure.subject, figure.name, figure.unit, figure.params) == (subject, name, unit, params):
+                self.figures[index] = replace(figure, values=(*figure.values, value))
+                return
+        self.add(Figure(subject, name, unit, (value,), more_is_better, params))
+
     def find(self, subject: str, name: str, **params: Value) -> Figure | None:
         for figure in self.figures:
             if (figure.subject, figure.name) == (subject, name) and params.items() <= figure.params.items():
@@ -146,6 +160,14 @@ class Report:
             "ratios": {name: _round(value) for name, value in self.ratios.items()},
             "notes": self.notes,
         }
+
+
+def told(options: DataclassInstance, *left_out: str, **more: object) -> dict[str, object]:
+    """The options of a run and ``more``, for its report: the model is named without its path, and what a report has
+    elsewhere (seed, file) is left out, too."""
+    names = (field.name for field in fields(options) if field.name not in ("seed", "json", *left_out))
+    config = {name: getattr(options, name) for name in names}
+    return config | ({"model": Path(config["model"]).name} if "model" in config else {}) | more
 
 
 def figure_table(figures: Iterable[Figure]) -> Table:

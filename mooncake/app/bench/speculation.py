@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.report import Report, tell, told
 from mooncake.app.cli.flags import Flags
 from mooncake.errors import ConfigError, InternalError
 from mooncake.in_process.llm import LLM
@@ -49,9 +49,7 @@ class Options:
 def main(args: list[str]) -> None:
     """Raises ConfigError, InternalError when an answer differs, Cancelled after Ctrl-C."""
     options = parse(args)
-    config = {name: getattr(options, name) for name in Options.__slots__ if name not in ("json", "seed")}
-    config["model"] = Path(options.model).name  # no path in the report
-    report = Report("speculation", config, options.seed, notes=list(NOTES))
+    report = Report("speculation", told(options), options.seed, notes=list(NOTES))
     with report.measuring("speculation") as shown:
         tell(shown, "loading")
         engines = [
@@ -61,9 +59,9 @@ def main(args: list[str]) -> None:
         greedy = SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)
         drawn = replace(greedy, temperature=1.0)
         for batch in (1, 4):
-            _measure(report, engines, "copying", [COPYING] * batch, greedy, options, shown_as=batch)
+            _measure(report, engines, "copying", [COPYING] * batch, greedy, options)
             free = [FREE[i % len(FREE)] for i in range(batch)]
-            _measure(report, engines, "free", free, drawn, options, shown_as=batch)
+            _measure(report, engines, "free", free, drawn, options)
             tell(shown, f"batch {batch} is done")
     for batch in (1, 4):
         for task in ("copying", "free"):
@@ -107,11 +105,8 @@ def _measure(
     prompts: list[str],
     sampling: SamplingParams,
     options: Options,
-    *,
-    shown_as: int,
 ) -> None:
     """Tokens per second over whole answers; a warm-up turn caches the prompt."""
-    rates: dict[str, list[float]] = {name: [] for name, _ in engines}
     wanted: list[list[int]] | None = None
     samplings = [replace(sampling, seed=options.seed + 1 + number) for number in range(len(prompts))]
     deadline_s = time.monotonic() + options.max_s / 4  # there are four tasks
@@ -126,6 +121,5 @@ def _measure(
                 raise InternalError(f"answers with {name} differ from those without")
             wanted = answers
             if rep:
-                rates[name].append(sum(map(len, answers)) / elapsed_s)
-    for name, values in rates.items():
-        report.add(Figure(name, task, "tok/s", tuple(values), more_is_better=True, params={"batch": shown_as}))
+                rate = sum(map(len, answers)) / elapsed_s
+                report.add_value(name, task, "tok/s", rate, more_is_better=True, batch=len(prompts))

@@ -27,7 +27,7 @@ from kvstore.eviction import make_policy
 from kvstore.ssd.reads import READ_THREADS
 from kvstore.ssd.record import BlockHeader
 from kvstore.ssd.tier import SsdTier
-from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.report import Report, tell, told
 from mooncake.app.cli.flags import Flags
 from mooncake.errors import ConfigError, InternalError
 from mooncake.types import BlockKey
@@ -68,19 +68,14 @@ def main(args: list[str]) -> None:
     turns = {LOOP: _loop, OURS: _ours}
     if options.fio:
         turns = {FIO: _fio, **turns}
-    report = Report("ssd", {"megabytes": options.megabytes, "reps": options.reps}, options.seed)
-    report.notes.extend(NOTES)
+    report = Report("ssd", told(options, "path", "fio"), options.seed, notes=list(NOTES))
     with report.measuring("ssd") as shown, _folder_in(options.path) as place:
         for kib in SIZES_KIB:
-            rows: dict[tuple[str, str], list[float]] = {}
             for rep in range(options.reps):
                 tell(shown, f"{kib} KiB, {rep + 1}/{options.reps}")
                 for who, turn in turns.items():
-                    write, read = turn(options, place, kib << 10)
-                    rows.setdefault((who, "write"), []).append(write)
-                    rows.setdefault((who, "read"), []).append(read)
-            for (who, what), rates in rows.items():
-                report.add(Figure(who, what, "GB/s", tuple(rates), more_is_better=True, params={"KiB": kib}))
+                    for what, rate in zip(("write", "read"), turn(options, place, kib << 10), strict=True):
+                        report.add_value(who, what, "GB/s", rate, more_is_better=True, KiB=kib)
             for what in ("read", "write"):
                 for peer in [who for who in turns if who != OURS]:
                     report.compare_subjects(f"{what}_{kib}KiB_vs_{peer}", what, OURS, peer, KiB=kib)

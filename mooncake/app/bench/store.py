@@ -26,7 +26,7 @@ import kvstore
 from kvstore.node import StoreNode
 from mooncake.app.bench.peers.process import PeerProcess
 from mooncake.app.bench.peers.spawned import spawned
-from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.report import Report, tell, told
 from mooncake.app.bench.shared.bare_socket import BareSocket, serve
 from mooncake.app.bench.shared.memory import Memory, pages, random_pages
 from mooncake.app.bench.shared.timing import median_us, repeated
@@ -81,13 +81,8 @@ class Subject(Protocol):
 def main(args: list[str]) -> None:
     """Raises ConfigError, NodeUnavailable when a peer does not start, Cancelled after Ctrl-C."""
     options = parse(args)
-    config: dict[str, object] = {
-        "seconds": options.seconds,
-        "reps": options.reps,
-        "peer": bool(options.mooncake_python),
-    }
-    report = Report("store", config, options.seed)
-    report.notes.extend(NOTES)
+    config = told(options, "mooncake_python", "transports", peer=bool(options.mooncake_python))
+    report = Report("store", config, options.seed, notes=list(NOTES))
     with report.measuring("store") as shown:
         measure(options, report, shown)
     compare(report)
@@ -121,7 +116,6 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
             others.append(_Theirs(stack.enter_context(peer)))
         others.append(_Socket(stack.enter_context(spawned(tuple, _drain, is_killed=True)), memory))
         others.append(_Copy(memory))
-        kept: dict[tuple[str, str, int], list[Answer]] = {}
         for size in SIZES:
             with ExitStack() as of_size:
                 address = of_size.enter_context(spawned(str, _keep, size, is_killed=True))
@@ -132,17 +126,16 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
                         tell(shown, f"{subject.name}: {operation} {size >> 10} KiB, {rep + 1}/{options.reps}")
                         answer = subject.turn(operation, size, options.seconds)
                         if answer is not None:
-                            kept.setdefault((subject.name, operation, size), []).append(answer)
-    for (name, operation, size), answers in kept.items():
-        times = tuple(answer.p50_us for answer in answers)
-        if operation == "exists":
-            report.add(Figure(name, f"exists, {EXISTS} keys", "us", times))
-            continue
-        params = {"KiB": size >> 10}
-        moved = size * (BATCH if operation == "get batch" else 1)
-        rates = tuple(answer.calls * moved / answer.seconds / 1e9 for answer in answers)
-        report.add(Figure(name, operation, "GB/s", rates, more_is_better=True, params=params))
-        report.add(Figure(name, f"{operation}, one call", "us", times, params=params))
+                            _add(report, subject.name, operation, size, answer)
+
+
+def _add(report: Report, name: str, operation: str, size: int, answer: Answer) -> None:
+    if operation == "exists":
+        report.add_value(name, f"exists, {EXISTS} keys", "us", answer.p50_us)
+        return
+    moved = answer.calls * size * (BATCH if operation == "get batch" else 1)
+    report.add_value(name, operation, "GB/s", moved / answer.seconds / 1e9, more_is_better=True, KiB=size >> 10)
+    report.add_value(name, f"{operation}, one call", "us", answer.p50_us, KiB=size >> 10)
 
 
 def compare(report: Report) -> None:

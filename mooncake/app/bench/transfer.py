@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -29,7 +29,7 @@ from mooncake.addresses import split_address
 from mooncake.app.bench.peers.process import PeerProcess
 from mooncake.app.bench.peers.rails import Rails
 from mooncake.app.bench.peers.spawned import spawned
-from mooncake.app.bench.report import Figure, Report, tell
+from mooncake.app.bench.report import Figure, Report, tell, told
 from mooncake.app.bench.shared.bare_socket import BareSocket, serve
 from mooncake.app.bench.shared.memory import Memory, pages, random_pages
 from mooncake.app.bench.shared.timing import median_us, repeated
@@ -90,8 +90,9 @@ class Subject(Protocol):
 def main(args: list[str]) -> None:
     """Raises ConfigError, NodeUnavailable when a peer does not start, Cancelled after Ctrl-C."""
     options = parse(args)
-    report = Report("transfer", _config(options), options.seed)
-    report.notes.extend(NOTES)
+    rails = {"number": NUM_RAILS, "mb_per_s": RAIL_BYTES_PER_S / 1e6} if options.rails else {}
+    config = told(options, "mooncake_python", peer=bool(options.mooncake_python), rails=rails)
+    report = Report("transfer", config, options.seed, notes=list(NOTES))
     with report.measuring("transfer") as shown:
         measure(options, report, shown)
         if options.rails:
@@ -145,7 +146,6 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
         bare = stack.enter_context(closing(BareSocket(bare_address, memory.reshape(-1).data)))
         subjects.append(_Bare(bare, pid))
         subjects.append(_Copy(memory))
-        kept: dict[tuple[str, str, int, int], list[Answer]] = {}
         for rep in range(options.reps):
             for size, count in TASKS:
                 for operation in ("read", "write"):
@@ -153,9 +153,7 @@ def measure(options: Options, report: Report, shown: Progress) -> None:
                         tell(shown, f"{subject.name}: {operation} {_label(size, count)}, {rep + 1}/{options.reps}")
                         subject.turn(operation, size, count, 0.0)  # warm-up
                         answer = subject.turn(operation, size, count, options.seconds)
-                        kept.setdefault((subject.name, operation, size, count), []).append(answer)
-    for (name, operation, size, count), answers in kept.items():
-        _add(report, name, operation, size, count, answers)
+                        _add(report, subject.name, operation, size, count, answer)
 
 
 def compare(report: Report) -> None:
@@ -182,34 +180,19 @@ def _cpu_ratio(report: Report, who: str, operation: str, label: str) -> float | 
     return figure.best / theirs.best if figure and theirs else None
 
 
-def _add(report: Report, name: str, operation: str, size: int, count: int, answers: Sequence[Answer]) -> None:
-    params = {"size": _label(size, count)}
+def _add(report: Report, name: str, operation: str, size: int, count: int, answer: Answer) -> None:
+    label, moved_gb = _label(size, count), answer.calls * size * count / 1e9
     if size == 64:
-        times = tuple(answer.p50_us for answer in answers)
-        report.add(Figure(name, f"{operation} round trip", "us", times, params=params))
+        report.add_value(name, f"{operation} round trip", "us", answer.p50_us, size=label)
         return
-    moved = [answer.calls * size * count / 1e9 for answer in answers]
-    rates = tuple(gb / answer.seconds for gb, answer in zip(moved, answers, strict=True))
-    report.add(Figure(name, operation, "GB/s", rates, more_is_better=True, params=params))
+    report.add_value(name, operation, "GB/s", moved_gb / answer.seconds, more_is_better=True, size=label)
     if name != COPY:
-        used = tuple(answer.cpu_s / gb for gb, answer in zip(moved, answers, strict=True))
-        report.add(Figure(name, f"{operation} CPU", "s/GB", used, params=params))
+        report.add_value(name, f"{operation} CPU", "s/GB", answer.cpu_s / moved_gb, size=label)
 
 
 def _label(size: int, count: int) -> str:
     one = f"{size} B" if size < 1 << 20 else f"{size >> 20} MiB"
     return one if count == 1 else f"{count}x{one}"
-
-
-def _config(options: Options) -> dict[str, object]:
-    return {
-        "transports": list(options.transports),
-        "streams": options.streams,
-        "seconds": options.seconds,
-        "reps": options.reps,
-        "peer": bool(options.mooncake_python),
-        "rails": {"number": NUM_RAILS, "mb_per_s": RAIL_BYTES_PER_S / 1e6} if options.rails else {},
-    }
 
 
 # The subjects

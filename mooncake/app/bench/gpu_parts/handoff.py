@@ -16,7 +16,7 @@ from kvstore.checksum import range_checksums
 from kvstore.segment import Segment
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.owner.server import SegmentServer
-from mooncake.app.bench.report import Figure, Report
+from mooncake.app.bench.report import Report
 from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, SettledModel
 from mooncake.engine.contract import NO_HOOK, EngineConfig, StepHook, StepOutput
 from mooncake.engine.engine import Engine
@@ -41,16 +41,14 @@ def hand_off(gpu: Gpu, report: Report, model: GpuModel, block_tokens: int) -> No
     bench = _HandOff(gpu, model, block_tokens)
     try:
         alone = bench.prefill(NO_HOOK, "warm-up", None)
-        figures: dict[str, list[float]] = {}
         for repetition in range(gpu.reps):
-            figures.setdefault("prefill alone", []).append(_ms(lambda: bench.prefill(NO_HOOK, "alone", 1)))
-            for name, took_ms in bench.run(f"r{repetition}", alone).items():
-                figures.setdefault(name, []).append(took_ms)
+            took = {"prefill alone": _ms(lambda: bench.prefill(NO_HOOK, "alone", 1))}
+            for name, took_ms in (took | bench.run(f"r{repetition}", alone)).items():
+                report.add_value("ours", f"hand-off: {name}", "ms", took_ms)
     finally:
         bench.close()
-    found = {name: Figure("ours", f"hand-off: {name}", "ms", tuple(values)) for name, values in figures.items()}
-    report.add(*found.values())
-    report.compare("prefill_streaming_vs_alone", found["prefill, layers going out"], found["prefill alone"])
+    streaming, prefill = (report.find("ours", f"hand-off: prefill{how}") for how in (", layers going out", " alone"))
+    report.compare("prefill_streaming_vs_alone", streaming, prefill)
 
 
 class _HandOff:
