@@ -1,12 +1,9 @@
 """The client of one store: puts and gets blocks of bytes by key, without superfluous copies, and verifies them.
 
-    async with StoreClient("127.0.0.1:50060", transfer, channels) as store:
-        await store.put(key, data)
-        assert await store.get(key) == data
-
-This module handles whole blocks; ``ranges`` handles parts of blocks, and the reservations and leases that both need.
-``calls`` sends the calls; ``shortcuts`` avoid some. What a store does not have is None or a shorter list, not an error;
-all errors are those of ``mooncake.errors``.
+It is part of the pool's client (``pool``), and nodes use it to read and write KV. This module handles whole blocks;
+``ranges`` handles parts of blocks, and the reservations and leases that both need. ``calls`` sends the calls;
+``shortcuts`` avoid some. What a store does not have is None or a shorter list, not an error; all errors are those of
+``mooncake.errors``.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import cast
 from typing_extensions import Buffer
 
 from kvstore.block_names import checked_key
-from kvstore.checksum import Checksums, checksums_of, first_mismatch
+from kvstore.checksum import Checksums, first_mismatch
 from kvstore.client.calls import DEFAULT_TIMEOUT_S, StoreCalls, check_whole, left_s
 from kvstore.client.far import PROMPT_BYTES
 from kvstore.client.ranges import StoreRanges
@@ -27,7 +24,7 @@ from kvstore.client.shortcuts import Shortcuts
 from kvstore.client.types import StoreStats, in_batches, renumbered, room_in, stats_from_wire
 from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.requests import ReadRange, WriteRange
-from mooncake.errors import ChecksumMismatch, DeadlineExceeded, InvalidRequest, OutOfBlocks, StaleEpoch
+from mooncake.errors import DeadlineExceeded, InvalidRequest, OutOfBlocks, StaleEpoch
 from mooncake.rpc import store_pb2 as pb
 from mooncake.rpc.server import Channels
 
@@ -75,27 +72,6 @@ class StoreClient:
 
     # Whole blocks
 
-    async def put(
-        self,
-        key: bytes,
-        data: Buffer,
-        parent: bytes = b"",
-        *,
-        durable: bool = False,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
-    ) -> bool:
-        """Store ``data`` (contiguous, at most one slot). True when it is stored afterwards, even if it was before;
-        False when another writer is writing it or the store did not accept the bytes.
-
-        ``parent`` is the key of the block it builds on: a store evicts it before its parent. With ``durable`` it
-        returns once the block would survive a crash of the store, and raises OutOfBlocks when it was stored but could
-        not be written to the SSD (there is none, it is full, it fails). Raises OutOfBlocks when there is no room.
-        """
-        view = memoryview(data).cast("B")
-        name, sums = (key, parent), checksums_of([view])
-        [stored] = await self.put_all([name], [view], [sums], durable=durable, timeout_s=timeout_s)
-        return stored
-
     async def put_blocks(
         self,
         names: Sequence[tuple[bytes, bytes]],
@@ -104,10 +80,7 @@ class StoreClient:
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> int:
-        """Store several blocks of one length, given (key, parent) and the checksums of each block's equal ranges.
-
-        Returns how many of them were newly stored. Raises OutOfBlocks when there was room for none.
-        """
+        """``put_all`` of any buffers. Returns how many of them were newly stored."""
         if not (len(names) == len(blocks) == len(checksums)):
             raise InvalidRequest("put_blocks needs a name, bytes and checksums for each block")
         if not names:
@@ -119,29 +92,6 @@ class StoreClient:
         _, sealed = await self._put(names, views, checksums, deadline)
         return sum(sealed.values())
 
-    async def get(self, key: bytes, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> bytes | None:
-        """The bytes stored under ``key``, or None. Raises KVLoadFailed: LeaseExpired, or ChecksumMismatch (the block
-        has then been dropped from the store)."""
-        data = bytearray()
-
-        def room(_: int, length: int) -> memoryview:
-            nonlocal data
-            data = bytearray(length)
-            return memoryview(data)
-
-        return bytes(data) if await self._get(key, room, timeout_s) is not None else None
-
-    async def get_into(self, key: bytes, into: Buffer, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> int | None:
-        """Like ``get``, but into the caller's memory (contiguous, writable). Returns the length, or None.
-
-        Raises InvalidRequest when the block is longer than ``into``. After any error the content of ``into`` is
-        undefined.
-        """
-        view = memoryview(into).cast("B")
-        return await self._get(key, lambda _, length: room_in(view, length), timeout_s)
-
-    # Batches, for ``kvstore.client.pool``
-
     async def put_all(
         self,
         names: Sequence[tuple[bytes, bytes]],
@@ -151,7 +101,14 @@ class StoreClient:
         durable: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> list[bool]:
-        """``put`` for several blocks of one length. Returns for each whether it is stored afterwards."""
+        """Store several blocks of one length, given (key, parent) and the checksums of each block's equal ranges: a
+        store evicts a block before its parent. Returns for each whether it is stored afterwards: not when another
+        writer is writing it, or the store did not accept the bytes.
+
+        With ``durable`` it returns once the blocks would survive a crash of the store, and raises OutOfBlocks when one
+        was stored but could not be written to the SSD (there is none, it is full, it fails). Raises OutOfBlocks when
+        there was room for none.
+        """
         stored, sealed = await self._put(names, views, checksums, time.monotonic() + timeout_s, durable)
         return [sealed.get(index, is_stored) for index, is_stored in enumerate(stored)]
 
@@ -166,7 +123,7 @@ class StoreClient:
         if far is not None and 0 < into.nbytes <= PROMPT_BYTES:
             length = await far.get(key, into, deadline)
             if length is None:
-                [length], _ = await self._get_leased([key], room, deadline)
+                [length] = await self._get_leased([key], room, deadline)
             return length
         length = self.shortcuts.get_here(key, into)
         if length is None:
@@ -205,7 +162,7 @@ class StoreClient:
         has_begun = False
         while missing:
             try:
-                asked, _ = await self._get_leased([keys[at] for at in missing], renumbered(room, missing), deadline)
+                asked = await self._get_leased([keys[at] for at in missing], renumbered(room, missing), deadline)
             except DeadlineExceeded:
                 if has_begun:
                     return
@@ -217,17 +174,10 @@ class StoreClient:
                 [index for index in missing if lengths[index] is None] if has_begun and self.shortcuts.has_ssd else []
             )
 
-    async def _get(self, key: bytes, room: Callable[[int, int], memoryview], timeout_s: float) -> int | None:
-        [length], corrupt = await self._get_leased([key], room, time.monotonic() + timeout_s)
-        if corrupt:
-            raise ChecksumMismatch(f"block {key.hex()[:16]} of {self.address} differs from what was sealed")
-        return length
-
     async def _get_leased(
         self, keys: Sequence[bytes], room: Callable[[int, int], memoryview], deadline: float
-    ) -> tuple[list[int | None], list[bytes]]:
-        """The lengths of blocks that arrived intact (None for the rest), and the keys of corrupt ones, which have
-        been dropped."""
+    ) -> list[int | None]:
+        """The lengths of blocks that arrived intact. None for the rest; corrupt ones have been dropped."""
         lease = await self.ranges.acquire(keys, scattered=len(keys) > 1, timeout_s=left_s(deadline))
         lengths: list[int | None] = [None] * len(keys)
         corrupt: list[bytes] = []
@@ -244,7 +194,7 @@ class StoreClient:
                     corrupt.append(keys[index])
         finally:
             await self.ranges.finish(lease, corrupt)
-        return lengths, corrupt
+        return lengths
 
     # Queries
 

@@ -16,11 +16,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from store_alone import connect_store
+from store_alone import LoneStoreClient, connect_store
 
 import kvstore
 from kvstore.checksum import checksum, range_checksums
-from kvstore.client.store_client import StoreClient
 from kvstore.eviction import make_policy
 from kvstore.index.types import BlockName
 from kvstore.node import StoreNode
@@ -73,7 +72,7 @@ def damage(path: Path, offset: int) -> None:
         os.fsync(file.fileno())
 
 
-async def join(node: StoreNode, **options: Any) -> StoreClient:
+async def join(node: StoreNode, **options: Any) -> LoneStoreClient:
     return await connect_store(node.control_address, **options)
 
 
@@ -368,7 +367,7 @@ async def test_readers_and_writers_over_both_tiers_at_once(tmp_path: Path) -> No
     async with store(tmp_path, 12, 64) as node:
         clients = [await join(node, name=f"c{i}", transports=("shm" if i % 2 else "tcp",)) for i in range(4)]
 
-        async def use(client: StoreClient, seed: int) -> int:
+        async def use(client: LoneStoreClient, seed: int) -> int:
             hits = 0
             for i in map(int, np.random.default_rng(seed).integers(0, 60, 60)):
                 found = await client.get(name(i), timeout_s=20)
