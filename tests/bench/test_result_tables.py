@@ -52,7 +52,7 @@ def test_every_saved_result_has_a_table() -> None:
     assert {file.name for file in RESULTS.iterdir()} == set().union(*(table.all_files() for table in tables()))
 
 
-def test_whatever_misses_what_was_asked_says_why() -> None:
+def test_whatever_misses_its_target_says_why() -> None:
     assert [table.title for table in tables() if table.misses() and not table.missed] == []
     assert [table.title for table in tables() if table.missed and not table.misses()] == []
 
@@ -73,17 +73,17 @@ def test_a_figure_that_was_measured_anew_is_another_one_in_the_table(
     monkeypatch.setattr(result_tables, "RESULTS", tmp_path)
     after = table_of(words)
     assert table_text(after, names) == table_text(before, names).replace(f"**{measured:.2f}**", "✗ 0.50")
-    assert farthest(after, names) == "free text, batch 4: 0.50, AMX (asked ≥ 0.95)"
+    assert farthest(after, names) == "free text, batch 4: 0.50, AMX (target ≥ 0.95)"
     del saved["ratios"]["free_b4"]
     file.write_text(json.dumps(saved) + "\n")
     with pytest.raises(KeyError, match="free_b4"):
         table_of(words)
 
 
-def test_what_is_asked_is_held_against_the_figure_itself_not_against_its_rounding() -> None:
+def test_a_target_is_held_against_the_figure_itself_not_against_its_rounding() -> None:
     row = Row("million", {"amx": 204.0, "cascadelake": 300.02, "zen5": 300.0}, None, 300.0, "", ".1f", " s")
     assert row.missed() == ["cascadelake"]
-    assert [row.asked, *map(row.cell, [*row.values, "zen4"])] == [
+    assert [row.target, *map(row.cell, [*row.values, "zen4"])] == [
         "≤ 300 s",
         "**204.0 s**",
         "✗ 300.0 s",

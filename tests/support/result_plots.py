@@ -28,7 +28,7 @@ def shown(plot: Mapping[str, Any], tables: list[Table]) -> str:
     """The plot's data, as in the file's description."""
     rows = rows_of(plot, tables)
     return json.dumps(
-        [[caption, row.asked, {m: row.said(m) for m in row.values}] for caption, row in rows], ensure_ascii=False
+        [[caption, row.target, {m: row.said(m) for m in row.values}] for caption, row in rows], ensure_ascii=False
     )
 
 
@@ -48,7 +48,7 @@ def draw(plot: Mapping[str, Any], tables: list[Table], names: Mapping[str, str])
     style = {"svg.fonttype": "none", "svg.hashsalt": "results", "font.sans-serif": ["DejaVu Sans", "Arial"]}
     with plt.rc_context({**style, "font.size": 9, "text.color": INK}):
         figure, panels = plt.subplots(1, len(rows), figsize=(2.3 * len(rows), 3.1), layout="constrained")
-        figure.suptitle(f"{plot['title']} (dashed: asked)", fontsize=11)
+        figure.suptitle(f"{plot['title']} (dashed: target)", fontsize=11)
         for panel, (caption, row) in zip(panels, rows, strict=True):
             _bars(panel, caption, row, names)
         about = {"Date": None, "Creator": None, "Description": shown(plot, tables)}
@@ -64,7 +64,7 @@ def _bars(panel: Axes, caption: str, row: Row, names: Mapping[str, str]) -> None
     if row.least is not None:
         panel.axhline(row.least, color=ASKED, linestyle="--", linewidth=1)
         panel.annotate(
-            row.asked, (1, row.least), (2, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=8
+            row.target, (1, row.least), (2, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=8
         )
     said = [row.said(machine) if row.meets(machine) else f"✗ {row.said(machine)}" for machine in machines]
     for label in panel.bar_label(bars, said, padding=3, fontsize=8):

@@ -41,7 +41,7 @@ class Row:
     unit: str
 
     @property
-    def asked(self) -> str:
+    def target(self) -> str:
         if self.least is not None and self.least == self.most:
             return self._with_unit(f"{self.least:,g}", "= ")
         if self.least is not None:
@@ -49,7 +49,7 @@ class Row:
         return self._with_unit(f"{self.most:,g}", "≤ ") if self.most is not None else self.words
 
     @property
-    def is_asked(self) -> bool:
+    def has_target(self) -> bool:
         return self.least is not None or self.most is not None
 
     def meets(self, machine: str) -> bool:
@@ -70,7 +70,7 @@ class Row:
     def cell(self, machine: str) -> str:
         if machine not in self.values:
             return "–"
-        if not self.is_asked:
+        if not self.has_target:
             return self.said(machine)
         return f"**{self.said(machine)}**" if self.meets(machine) else f"✗ {self.said(machine)}"
 
@@ -113,7 +113,7 @@ def row_of(words: Mapping[str, Any], files: Mapping[str, str]) -> Row:
         if machine in words.get("on", files)
     }
     return Row(
-        words["figure"], values, words.get("least"), words.get("most"), words.get("asked", ""),
+        words["figure"], values, words.get("least"), words.get("most"), words.get("target", ""),
         words.get("form", ".2f"), words.get("unit", ""),
     )  # fmt: skip
 
@@ -146,8 +146,8 @@ def wrapped(text: str, before: str = "") -> str:
 def table_text(table: Table, names: Mapping[str, str]) -> str:
     """The table under its heading, with its notes and files."""
     machines = [machine for machine in names if machine in table.files]
-    header = ["", "asked", *(names[machine] for machine in machines)]
-    body = lines_of(header, ([row.figure, row.asked, *map(row.cell, machines)] for row in table.rows))
+    header = ["", "target", *(names[machine] for machine in machines)]
+    body = lines_of(header, ([row.figure, row.target, *map(row.cell, machines)] for row in table.rows))
     whys = [f"✗ {why[0].upper()}{why[1:].rstrip('.')}." for why in (table.missed, table.weakness) if why]
     files = "Files: " + ", ".join(f"`{file}`" for file in sorted(table.all_files()))
     notes = "".join(wrapped(note, "- ") for note in [*whys, *table.notes, files])
@@ -158,25 +158,25 @@ def summary(found: list[Table], names: Mapping[str, str]) -> str:
     """For each table, how many requirements each machine meets, and which figure is farthest from its requirement."""
 
     def met(table: Table, machine: str) -> str:
-        asked = [row for row in table.rows if row.is_asked and machine in row.values]
-        num_met = sum(row.meets(machine) for row in asked)
-        return f"{'' if num_met == len(asked) else '✗ '}{num_met} of {len(asked)}" if asked else ""
+        targets = [row for row in table.rows if row.has_target and machine in row.values]
+        num_met = sum(row.meets(machine) for row in targets)
+        return f"{'' if num_met == len(targets) else '✗ '}{num_met} of {len(targets)}" if targets else ""
 
     def line(table: Table) -> list[str]:
-        asked = dict.fromkeys(row.asked for row in table.rows if row.is_asked)
+        targets = dict.fromkeys(row.target for row in table.rows if row.has_target)
         cells = [met(table, machine) for machine in names]
-        return [f"[{table.title}](#{table.anchor})", ", ".join(asked), *cells, farthest(table, names)]
+        return [f"[{table.title}](#{table.anchor})", ", ".join(targets), *cells, farthest(table, names)]
 
-    asking = [table for table in found if table.weakness or any(row.is_asked for row in table.rows)]
-    header = ["figures that are as asked", "asked", *names.values(), "farthest from what is asked"]
-    return lines_of(header, map(line, asking))
+    shown = [table for table in found if table.weakness or any(row.has_target for row in table.rows)]
+    header = ["targets met", "target", *names.values(), "farthest from its target"]
+    return lines_of(header, map(line, shown))
 
 
 def farthest(table: Table, names: Mapping[str, str]) -> str:
     if not table.misses():
         return f"✗ {table.weakness}" if table.weakness else ""
     row, machine = max(table.misses(), key=lambda miss: miss[0].shortfall(miss[1]))
-    return f"{row.figure}: {row.said(machine)}, {names[machine]} (asked {row.asked})"
+    return f"{row.figure}: {row.said(machine)}, {names[machine]} (target {row.target})"
 
 
 def results_page() -> str:
@@ -202,7 +202,7 @@ def readme_table() -> str:
     measured = {machine for each in words["readme"] for machine in by_title[each["table"]].files}
     names = {machine: name for machine, name in words["machines"].items() if machine in measured - {"emulated"}}
     return lines_of(
-        ["", "asked", *names.values()], ([short, row.asked, *map(row.cell, names)] for row, short in chosen)
+        ["", "target", *names.values()], ([short, row.target, *map(row.cell, names)] for row, short in chosen)
     )
 
 
