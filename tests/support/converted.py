@@ -41,13 +41,10 @@ Tensors = dict[str, torch.Tensor]
 _VISION = {name: MULTIMODAL[name] for name in ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")}
 _GEMMA4 = {f"gemma4-{name}": make for name, make in GEMMA4.items()}
 MODELS = FAMILIES | MEMBERS | ALIBI | _VISION | _GEMMA4 | {"qwen3-vl-moe": QWEN3_VL_MOE}
-ARCHITECTURES = {
-    "gemma": MODEL_ARCH.GEMMA,
-    "gemma2": MODEL_ARCH.GEMMA2,
+ARCHITECTURES = {  # where they are not called as in transformers
     "gemma3_text": MODEL_ARCH.GEMMA3,
     "gemma4_text": MODEL_ARCH.GEMMA4,
     "gemma4_unified_text": MODEL_ARCH.GEMMA4,
-    "phi3": MODEL_ARCH.PHI3,
     "mixtral": MODEL_ARCH.LLAMA,
     "ministral3": MODEL_ARCH.MISTRAL3,
     "qwen2_vl_text": MODEL_ARCH.QWEN2VL,
@@ -56,41 +53,19 @@ ARCHITECTURES = {
     "qwen3_vl_moe_text": MODEL_ARCH.QWEN3VLMOE,
     "qwen2_moe": MODEL_ARCH.QWEN2MOE,
     "qwen3_moe": MODEL_ARCH.QWEN3MOE,
-    "gpt_oss": MODEL_ARCH.GPT_OSS,
-    "olmoe": MODEL_ARCH.OLMOE,
-    "arcee": MODEL_ARCH.ARCEE,
-    "apertus": MODEL_ARCH.APERTUS,
-    "granite": MODEL_ARCH.GRANITE,
     "granitemoehybrid": MODEL_ARCH.GRANITE,
     "granitemoe": MODEL_ARCH.GRANITE_MOE,
-    "olmo2": MODEL_ARCH.OLMO2,
     "olmo3": MODEL_ARCH.OLMO2,
     "cohere": MODEL_ARCH.COMMAND_R,
-    "cohere2": MODEL_ARCH.COHERE2,
-    "glm4": MODEL_ARCH.GLM4,
-    "starcoder2": MODEL_ARCH.STARCODER2,
-    "falcon": MODEL_ARCH.FALCON,
-    "smollm3": MODEL_ARCH.SMOLLM3,
-    "seed_oss": MODEL_ARCH.SEED_OSS,
-    "ernie4_5": MODEL_ARCH.ERNIE4_5,
-    "exaone4": MODEL_ARCH.EXAONE4,
-    "glm4_moe": MODEL_ARCH.GLM4_MOE,
-    "dots1": MODEL_ARCH.DOTS1,
     "deepseek_v2": MODEL_ARCH.DEEPSEEK2,
     "deepseek_v3": MODEL_ARCH.DEEPSEEK2,
     "glm4_moe_lite": MODEL_ARCH.DEEPSEEK2,
     "minimax_m2": MODEL_ARCH.MINIMAXM2,
-    "ernie4_5_moe": MODEL_ARCH.ERNIE4_5_MOE,
     "hunyuan_v1_dense": MODEL_ARCH.HUNYUAN_DENSE,
     "hunyuan_v1_moe": MODEL_ARCH.HUNYUAN_MOE,
     "glm": MODEL_ARCH.CHATGLM,
     "phi": MODEL_ARCH.PHI2,
-    "stablelm": MODEL_ARCH.STABLELM,
-    "nemotron": MODEL_ARCH.NEMOTRON,
     "gpt_neox": MODEL_ARCH.GPTNEOX,
-    "gpt2": MODEL_ARCH.GPT2,
-    "bloom": MODEL_ARCH.BLOOM,
-    "mpt": MODEL_ARCH.MPT,
 }
 
 # Of ``MODELS``, with what a GGUF file cannot say changed in their config.json.
@@ -217,7 +192,7 @@ class Converted(Answering):
     # Metadata
 
     def _architecture(self) -> MODEL_ARCH:
-        return ARCHITECTURES[self.family]
+        return ARCHITECTURES.get(self.family) or MODEL_ARCH[self.family.upper()]
 
     def _write_metadata(self, writer: gguf.GGUFWriter) -> None:
         ConvertedMetadata(self.config, self.family, self._is_older, self._num_guessing).write(writer)

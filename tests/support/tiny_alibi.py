@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tiny_families import IDS, VOCAB
-from tiny_members import member
+from tiny_families import IDS, VOCAB, member
 from transformers import PreTrainedModel
 
 _WIDE = {"vocab_size": VOCAB, "initializer_range": 0.3, **IDS}

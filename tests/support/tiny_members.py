@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
-from typing import Any
 
-from tiny_families import EVEN, GATED, GLM_MOE, IDS, LATENT, VOCAB, YARN
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM, PreTrainedModel
+from tiny_families import EVEN, GATED, GLM_MOE, IDS, LATENT, VOCAB, WIDE, YARN, member
+from transformers import PreTrainedModel
 
-WIDE = {"initializer_range": 0.2}
 DENSE_LATENT = {
     key: value for key, value in LATENT.items() if not any(part in key for part in ("moe", "expert", "first"))
 }
@@ -41,19 +38,6 @@ LLAMA_4 = {
     **{"attention_chunk_size": 20, "floor_scale": 8, "attn_scale": 0.5, **WIDE},
 }
 _FIRST = ("first_k_dense_replace",)
-
-
-def member(family: str, *settings: dict[str, Any], without: tuple[str, ...] = ()) -> Callable[[], PreTrainedModel]:
-    def make() -> PreTrainedModel:
-        # Copies: some configurations change what they are given.
-        wanted = {key: deepcopy(value) for given in settings for key, value in given.items() if key not in without}
-        config = AutoConfig.for_model(family, **wanted)
-        if isinstance(config, Mistral4Config):  # which the automatic class does not know
-            return Mistral4ForCausalLM(config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-        return model
-
-    return make
 
 
 MEMBERS: dict[str, Callable[[], PreTrainedModel]] = {
