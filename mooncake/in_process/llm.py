@@ -104,31 +104,7 @@ class LLM:
         ``max_logprobs`` is how many ``logprobs`` and ``prompt_logprobs`` may ask for; -1: the whole vocabulary, which
         takes some MB for each token. Raises TypeError for other names; of vLLM's, it says what stands for them.
         """
-        args = EngineArgs(
-            model,
-            dtype,
-            kv_gb,
-            block_tokens,
-            chunk_tokens,
-            max_sequences,
-            max_model_len,
-            threads,
-            kv_dtype,
-            weights,
-            key_scales,
-            speculative_tokens,
-            tbt_limit_ms,
-            swap_gb,
-            draft_model,
-            adapters,
-            device,
-            tensor_parallel_size,
-            pipeline_parallel_size,
-            context_parallel_size,
-            generation_config,
-            max_logprobs,
-            chat_template,
-        )
+        args = EngineArgs(**{name: value for name, value in locals().items() if name != "self"})  # by the same names
         self._opened = InProcessEngine(args)
         self.engine = self._opened.engine
         self.tokenizer = self._opened.tokenizer

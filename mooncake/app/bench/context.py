@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from mooncake.app.bench.report import Figure, Report, Value, tell, told
+from mooncake.app.bench.report import Figure, Report, tell, told
 from mooncake.app.cli.flags import Flags, names
 from mooncake.checkpoint import Checkpoint, open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
@@ -107,7 +107,7 @@ class Bench:
         over_ranks, together = f"{options.ranks} ranks, 1 thread each", f"1 rank, {options.ranks} threads"
         with closing(ContextParallelModel(self._model, setup, self._checkpoint)) as cut:
             for step, batch in self._steps.items():
-                params: dict[str, Value] = {"step": step, "method": method}
+                params: dict[str, str] = {"step": step, "method": method}
                 ways = {ALONE: (self._model, 1), together: (self._model, options.ranks), over_ranks: (cut, 1)}
                 self._time(batch, ways, params, shown)
                 self._tell_bytes(batch, cut, setup, over_ranks, params)
@@ -116,7 +116,7 @@ class Bench:
                     self._report.compare_subjects(name, "forward pass", other, over_ranks, **params)
 
     def _time(
-        self, batch: ForwardBatch, ways: dict[str, tuple[AnyModel, int]], params: dict[str, Value], shown: Progress
+        self, batch: ForwardBatch, ways: dict[str, tuple[AnyModel, int]], params: dict[str, str], shown: Progress
     ) -> None:
         """Each model with this many threads, alternately. All must give the same logits."""
         for turn in range(self._options.repeat + 1):
@@ -133,7 +133,7 @@ class Bench:
             tell(shown, f"{turn} of {self._options.repeat} timings")
 
     def _tell_bytes(
-        self, batch: ForwardBatch, cut: ContextParallelModel, setup: Setup, way: str, params: dict[str, Value]
+        self, batch: ForwardBatch, cut: ContextParallelModel, setup: Setup, way: str, params: dict[str, str]
     ) -> None:
         """Report the bytes of the last pass, and the longest wait of a rank."""
         report, shape = cut.report, shape_of(self._checkpoint, setup)

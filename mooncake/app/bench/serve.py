@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rich.progress import Progress
 
 from mooncake.app.bench.load.options import FIRST_TOKENS, LoadOptions, add_load_flags, load_options
-from mooncake.app.bench.load.traffic import Answer, Run, Served, ServedByCluster, ServedByEngine, Traffic
+from mooncake.app.bench.load.traffic import Answer, Run, ServedByCluster, ServedByEngine, Traffic, Watched
 from mooncake.app.bench.peers.engine import PeerEngine
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.own import OwnEngine
@@ -126,7 +126,7 @@ def _cluster(transport: str) -> str:
 class ServeBench:
     """All measurements of one server: a cluster or the single engine."""
 
-    served: Served
+    served: Watched
     vocab_size: int
     options: Options
     report: Report

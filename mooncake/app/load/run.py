@@ -135,7 +135,7 @@ class LoadRun:
         self._on_result(result)
 
     async def _measure(self, request: LoadRequest, sent_s: float) -> RequestResult:
-        stream = _Stream(lambda: self.now_s)
+        stream = TokenStream(lambda: self.now_s)
         body = msgspec.json.encode(whole(request.body, self._wishes))
         reply = await self._server.post(request.path, body, stream.take, self._timeout_s)
         if reply.status != OK:
@@ -158,8 +158,8 @@ class LoadRun:
         )
 
 
-class _Stream:
-    """The events of one answer."""
+class TokenStream:
+    """The events of one answer, and when their tokens came."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self.usage = _Usage()

@@ -7,19 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from mooncake.app.bench.load.traffic import TIMEOUT_S, Answer, OnToken, whole
+from mooncake.app.bench.load.traffic import TIMEOUT_S, Answer, whole
 from mooncake.app.load.http_server import OK, HttpServer
+from mooncake.app.load.run import TokenStream
 from mooncake.errors import InternalError
-
-
-class Usage(msgspec.Struct):
-    completion_tokens: int
-
-
-class Chunk(msgspec.Struct):
-    """What counts of an event. Servers tell the tokens so far when they are asked for running usage."""
-
-    usage: Usage | None = None
 
 
 class ServedByHttp:
@@ -30,7 +21,7 @@ class ServedByHttp:
         self._server = HttpServer(f"http://127.0.0.1:{port}", name)
         self._model = model
 
-    async def ask(self, prompt: Sequence[int], max_tokens: int, on_token: OnToken | None = None) -> Answer:
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Raises NodeUnavailable when the server cannot be reached or hangs up, InternalError for another answer."""
         body = msgspec.json.encode(
             {
@@ -43,18 +34,9 @@ class ServedByHttp:
                 "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             }
         )
-        times_s: list[float] = []
-
-        def take(data: bytes) -> None:
-            usage = msgspec.json.decode(data, type=Chunk).usage if data.startswith(b"{") else None
-            if usage is None or usage.completion_tokens <= len(times_s):
-                return
-            times_s.extend([time.monotonic()] * (usage.completion_tokens - len(times_s)))
-            if on_token is not None:
-                on_token(len(times_s))
-
+        stream = TokenStream(time.monotonic)
         sent_s = time.monotonic()
-        reply = await self._server.post("/v1/completions", body, take, TIMEOUT_S)
+        reply = await self._server.post("/v1/completions", body, stream.take, TIMEOUT_S)
         if reply.status != OK:
             raise InternalError(f"{self.name} answered {reply.status}: {reply.body[:200].decode(errors='replace')}")
-        return whole(Answer(sent_s, tuple(times_s), time.monotonic()), max_tokens)
+        return whole(Answer(sent_s, tuple(stream.all_times()), time.monotonic()), max_tokens)

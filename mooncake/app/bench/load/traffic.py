@@ -64,6 +64,12 @@ class Served(Protocol):
     @property
     def name(self) -> str: ...
 
+    async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer: ...
+
+
+class Watched(Served, Protocol):
+    """One whose answers may be watched while they come."""
+
     async def ask(self, prompt: Sequence[int], max_tokens: int, on_token: OnToken | None = None) -> Answer: ...
 
 
@@ -191,7 +197,7 @@ class Traffic:
         return tokens + (self._draw.randint(-most, most) if most else 0)
 
     async def disturbed(
-        self, served: Served, clients: int, prompt_tokens: int, new: int, long_tokens: int
+        self, served: Watched, clients: int, prompt_tokens: int, new: int, long_tokens: int
     ) -> tuple[Run, int]:
         """What clients with running answers see from the arrival of a long prompt until its first token, and how many
         answers run when it arrives: fewer than ``clients`` if answers of ``new`` tokens end before all have begun."""
