@@ -83,6 +83,12 @@ def num_layers_of(settings: Settings) -> int:
     return num_layers
 
 
+def rotating_in_windows(windows: tuple[int, ...]) -> dict[str, object]:
+    """Of a model whose layers with a window rotate, and no others."""
+    still = tuple(layer for layer, window in enumerate(windows) if not window)
+    return {"layer_windows": windows, "still_layers": still}
+
+
 def layer_kinds(settings: Settings, kinds: object, known: Collection[str]) -> list[str]:
     """``kinds``, the value of ``layer_types``, if it gives each layer one of the ``known``. Raises ModelError."""
     num_layers = num_layers_of(settings)

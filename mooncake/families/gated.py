@@ -15,6 +15,7 @@ from mooncake.families.family import (
     cap_of,
     gated_shapes,
     num_layers_of,
+    rotating_in_windows,
     windows_of_kinds,
 )
 from mooncake.families.rope_settings import Rope, read_rope
@@ -283,9 +284,7 @@ def _read_exaone4(settings: Settings, shapes: Published) -> dict[str, object]:
     if settings.get("sliding_window") is None:
         return values
     every = 4 if settings.get("layer_types") else settings.integer("sliding_window_pattern", 4)
-    windows = windows_in_turn(settings, every, 4096)
-    still = tuple(layer for layer, window in enumerate(windows) if not window)
-    return {**values, "layer_windows": windows, "still_layers": still}
+    return {**values, **rotating_in_windows(windows_in_turn(settings, every, 4096))}
 
 
 def _post_normed_layer(config: ModelConfig) -> Shapes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Published, Shapes, gated_shapes
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, rotating_in_windows
 from mooncake.families.gated import attention_shapes, read_silu, windows_in_turn
 from mooncake.model_config import ModelConfig, Settings
 
@@ -55,9 +55,7 @@ def read_cohere(settings: Settings, shapes: Published) -> dict[str, object]:
 
 def _read_cohere2(settings: Settings, shapes: Published) -> dict[str, object]:
     every = settings.integer("sliding_window_pattern", 4)
-    windows = windows_in_turn(settings, every, 4096)
-    still = tuple(layer for layer, window in enumerate(windows) if not window)
-    return {**read_cohere(settings, shapes), "layer_windows": windows, "still_layers": still}
+    return {**read_cohere(settings, shapes), **rotating_in_windows(windows_in_turn(settings, every, 4096))}
 
 
 def _cohere_layer(config: ModelConfig) -> Shapes:

@@ -4,7 +4,7 @@ Hy3 and Trinity. Torch-free."""
 from __future__ import annotations
 
 from mooncake.errors import ModelError
-from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of
+from mooncake.families.family import Family, Published, Shapes, gated_shapes, num_layers_of, rotating_in_windows
 from mooncake.families.gated import expert_names, read_silu, router_shape, windows_in_turn
 from mooncake.families.rope_settings import read_query_growth
 from mooncake.families.routed import (
@@ -94,8 +94,7 @@ def _read_exaone_moe(settings: Settings, shapes: Published) -> dict[str, object]
     """As in EXAONE 4, if some layers have a window, the others do not rotate."""
     every = 4 if settings.get("layer_types") else settings.integer("sliding_window_pattern", 4)
     windows = windows_in_turn(settings, every, 4096) if settings.get("sliding_window") else ()
-    still = tuple(layer for layer, window in enumerate(windows) if not window)
-    return {**_read_plain(settings, shapes), "layer_windows": windows, "still_layers": still}
+    return {**_read_plain(settings, shapes), **rotating_in_windows(windows)}
 
 
 def _read_hy3(settings: Settings, shapes: Published) -> dict[str, object]:
@@ -119,11 +118,9 @@ def _read_afmoe(settings: Settings, shapes: Published) -> dict[str, object]:
         "norm_topk_prob": True,
     }
     hidden, every = settings.integer("hidden_size"), settings.integer("global_attn_every_n_layers", 4)
-    windows = windows_in_turn(settings, every, 1024)
     return {
         **_read_plain(settings.with_defaults({"head_dim": 128}).replaced(mixture), shapes),
-        "layer_windows": windows,
-        "still_layers": tuple(layer for layer, window in enumerate(windows) if not window),
+        **rotating_in_windows(windows_in_turn(settings, every, 1024)),
         "embedding_factor": hidden**0.5 if settings.flag("mup_enabled", False) else 1.0,
     }
 

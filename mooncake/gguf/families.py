@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from mooncake.errors import ModelError
 from mooncake.families.alibi import alibi_slopes
+from mooncake.families.family import rotating_in_windows
 from mooncake.families.rope_settings import yarn_sharpness
 from mooncake.gguf.fields import LAYER_EPS, RMS_EPS, Fields, decoder_fields, layer_windows, window_of
 from mooncake.gguf.gemma4 import gemma4
@@ -177,9 +178,7 @@ def _exaone4(meta: Metadata) -> Fields:
     values = {**decoder_fields(meta), "qk_norm": True, "architecture": "exaone4"}
     if not window_of(meta):
         return values
-    windows = layer_windows(meta, 4)
-    still = tuple(layer for layer, window in enumerate(windows) if not window)
-    return {**values, "layer_windows": windows, "still_layers": still}
+    return {**values, **rotating_in_windows(layer_windows(meta, 4))}
 
 
 # Command R and GLM-4, which rotate neighbouring elements
@@ -196,9 +195,7 @@ def _cohere(meta: Metadata) -> Fields:
 
 
 def _cohere2(meta: Metadata) -> Fields:
-    windows = layer_windows(meta, 4)
-    still = tuple(layer for layer, window in enumerate(windows) if not window)
-    return {**_cohere(meta), "architecture": "cohere2", "layer_windows": windows, "still_layers": still}
+    return {**_cohere(meta), "architecture": "cohere2", **rotating_in_windows(layer_windows(meta, 4))}
 
 
 def _glm(meta: Metadata) -> Fields:

@@ -10,7 +10,7 @@ import torch
 
 from mooncake.kernels import Linear
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.decoder import Step, activation, capped
+from mooncake.model.decoder import Step, capped
 from mooncake.model.families.gated import Dense, reordered_qkv
 from mooncake.model.layers import vector
 
@@ -18,11 +18,7 @@ from mooncake.model.layers import vector
 class Arcee(Dense):
     """AFM-4.5B (Arcee 2025): the MLP has no gate."""
 
-    def _take_gate_up(self, prefix: str) -> Linear:
-        return self.linear(prefix + "mlp.up_proj")
-
-    def _take_activation(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        return activation(self.config.activation)
+    _mlp_names, _is_gated = ("mlp.up_proj", "mlp.down_proj"), False
 
 
 class Apertus(Arcee):
@@ -48,11 +44,7 @@ class Apertus(Arcee):
 class GraniteHybrid(Dense):
     """Granite 4 without Mamba (Granite team, IBM 2025): gates and ups are published as one."""
 
-    def _take_gate_up(self, prefix: str) -> Linear:
-        return self.linear(prefix + "shared_mlp.input_linear")
-
-    def _take_down(self, prefix: str) -> Linear:
-        return self.linear(prefix + "shared_mlp.output_linear")
+    _mlp_names = "shared_mlp.input_linear", "shared_mlp.output_linear"
 
 
 class _WithPlainNorms(Dense):
@@ -83,18 +75,11 @@ class NanoChat(_WithPlainNorms):
     """nanochat (Karpathy 2025): embeddings are normalised, heads after they are rotated, and that the other way round:
     here their halves are swapped."""
 
+    _mlp_names, _is_gated = ("mlp.fc1", "mlp.fc2"), False
+
     def _take_qkv(self, attention: str) -> Linear:
         dim = self.config.head_dim
         return reordered_qkv(self, attention, torch.arange(dim).roll(dim // 2), biased=False)
-
-    def _take_gate_up(self, prefix: str) -> Linear:
-        return self.linear(prefix + "mlp.fc1")
-
-    def _take_activation(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        return activation(self.config.activation)
-
-    def _take_down(self, prefix: str) -> Linear:
-        return self.linear(prefix + "mlp.fc2")
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
         return self._norm(super()._embed(batch), self._ones)

@@ -12,7 +12,7 @@ import torch
 
 from mooncake.kernels import Experts, Linear
 from mooncake.model.batch import ForwardBatch
-from mooncake.model.decoder import Decoder, Step
+from mooncake.model.decoder import Decoder, Step, activation
 from mooncake.model.layers import embedding_and_head, of_rows
 from mooncake.model.rope import heads_in_order
 
@@ -167,31 +167,29 @@ class _Layer:
 class Dense(GatedDecoder[_Layer]):
     """Norms before attention and the MLP, as in Llama. Granite 3 (Granite team, IBM 2024) has nothing else."""
 
+    _mlp_names: ClassVar[tuple[str, ...]] = "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"
+    _is_gated: ClassVar[bool] = True
+
     def _take(self, prefix: str) -> _Layer:
         attention = prefix + "self_attn."
         attention_norm, mlp_norm = self._norm_names
+        *widening, down = (prefix + name for name in self._mlp_names)
         return _Layer(
             self._take_norm(prefix + attention_norm),
             self._take_qkv(attention),
             *self._take_head_norms(attention),
             self.linear(attention + "o_proj"),
             self._take_norm(prefix + mlp_norm),
-            self._take_gate_up(prefix),
+            self.linear(*widening),
             self._take_activation(prefix),
-            self._take_down(prefix),
+            self.linear(down),
         )
 
     def _take_qkv(self, attention: str) -> Linear:
         return self.qkv(attention)
 
-    def _take_gate_up(self, prefix: str) -> Linear:
-        return self.linear(prefix + "mlp.gate_proj", prefix + "mlp.up_proj")
-
     def _take_activation(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        return self.kernels.silu_mul
-
-    def _take_down(self, prefix: str) -> Linear:
-        return self.linear(prefix + "mlp.down_proj")
+        return self.kernels.silu_mul if self._is_gated else activation(self.config.activation)
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
