@@ -127,7 +127,9 @@ class Bench:
                     logits.append(model.forward(batch, self._cache.tensor, NoHook()))
                 if turn:  # the first one is a warm-up
                     elapsed_ms = (time.perf_counter() - started_s) * 1e3
-                    self._report.add_value(way, "forward pass", "ms", elapsed_ms, **params)
+                    self._report.add_value(
+                        way, "forward pass", "ms", elapsed_ms, step=params["step"], method=params["method"]
+                    )
             for other in logits[1:]:
                 torch.testing.assert_close(other, logits[0], rtol=1e-3, atol=1e-3)
             tell(shown, f"{turn} of {self._options.repeat} timings")

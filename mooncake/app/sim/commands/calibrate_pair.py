@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from conductor.placement.cost import ALL_NODES, NO_FORGETTING, CostModel, DecodeCost, PrefillCost
-from mooncake.app.bench.load.traffic import Answer, Served, Traffic
+from mooncake.app.bench.load.traffic import Answer, Traffic, Watched
 from mooncake.app.latency import longest_tenth_mean
 from mooncake.errors import InternalError
 
@@ -56,7 +56,7 @@ class PairSamples:
         self._prefill_slower: list[float] = []  # factors during decoding
         self._decode_slower: list[float] = []  # factors during prefill
 
-    async def measure(self, served: Served, traffic: Traffic, longest: int, tell: Callable[[str], None]) -> None:
+    async def measure(self, served: Watched, traffic: Traffic, longest: int, tell: Callable[[str], None]) -> None:
         """Measure with prompts of up to ``longest`` tokens, plus their answers. Takes two minutes with one core per
         node. Raises MooncakeError when the cluster does not answer."""
         for turn in range(ROUNDS):
@@ -67,7 +67,7 @@ class PairSamples:
             await self._measure_once(served, traffic, longest, turn, say)
 
     async def _measure_once(
-        self, served: Served, traffic: Traffic, longest: int, turn: int, tell: Callable[[str], None]
+        self, served: Watched, traffic: Traffic, longest: int, turn: int, tell: Callable[[str], None]
     ) -> None:
         context_tokens = CONTEXTS[turn % len(CONTEXTS)]
         prompts: dict[int, list[list[int]]] = {}  # by length; cached once they were sent
@@ -86,7 +86,7 @@ class PairSamples:
         self._prefill_slower.append(beside.prefill_ms / sum(alone_ms[tokens] for tokens in BESIDE_TOKENS))
         self._decode_slower.append(beside.steps.ms / (alone.ms + more_ms))
 
-    async def _measure_decode(self, served: Served, prompts: list[list[int]], tell: Callable[[str], None]) -> _Steps:
+    async def _measure_decode(self, served: Watched, prompts: list[list[int]], tell: Callable[[str], None]) -> _Steps:
         """Decode after these cached prompts. Returns the steps of BESIDE_BATCH."""
         tokens, found = len(prompts[0]), dict[int, _Steps]()
         for batch in BATCHES:
@@ -126,7 +126,7 @@ class _Beside(NamedTuple):
     steps: _Steps
 
 
-async def _ask_all(served: Served, prompts: list[list[int]], new: int) -> list[Answer]:
+async def _ask_all(served: Watched, prompts: list[list[int]], new: int) -> list[Answer]:
     return list(await asyncio.gather(*(served.ask(prompt, new) for prompt in prompts)))
 
 
@@ -160,7 +160,7 @@ def _steps_within(answers: list[Answer], tokens: int, begin_s: float, end_s: flo
     return _Steps(statistics.mean(step_ms), sum(contexts), statistics.mean(tails))
 
 
-async def _measure_beside(served: Served, traffic: Traffic) -> _Beside:
+async def _measure_beside(served: Watched, traffic: Traffic) -> _Beside:
     """Measure prompts while other sequences are decoded."""
     all_run, running = asyncio.Event(), set[int]()
 
