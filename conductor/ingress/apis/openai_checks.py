@@ -30,9 +30,7 @@ def check_answer(body: AnswerFields) -> None:
     """Raises InvalidRequest for fields that completions and chats share."""
     if body.watermarking:
         raise InvalidRequest("answers are not watermarked here", "watermarking")
-    if body.stream_interval is not None and body.stream_interval < 1:
-        what = f"stream_interval must be at least 1, got {shown(body.stream_interval)}"
-        raise InvalidRequest(what, "stream_interval")
+    check_positive("stream_interval", body.stream_interval)
 
 
 def check_chat(body: ChatFields) -> None:
@@ -51,14 +49,10 @@ def check_chat(body: ChatFields) -> None:
         raise InvalidRequest('only the modality "text" is supported', "modalities")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {shown(body.top_logprobs)}"
-        raise InvalidRequest(what, "top_logprobs")
+    check_top_logprobs(body.top_logprobs)
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("the prompt_logprobs of a chat cannot be streamed", "prompt_logprobs")
-    if body.max_completion_tokens is not None and body.max_completion_tokens < 1:
-        what = f"max_completion_tokens must be at least 1, got {shown(body.max_completion_tokens)}"
-        raise InvalidRequest(what, "max_completion_tokens")
+    check_positive("max_completion_tokens", body.max_completion_tokens)
 
 
 def check_chat_batch(body: BatchChatRequest) -> None:
@@ -77,6 +71,17 @@ def check_chat_batch(body: BatchChatRequest) -> None:
     }
     for name in (name for name, is_asked in refused.items() if is_asked):
         raise InvalidRequest(f"{name} is for one conversation: a batch has one whole choice for each", name)
+
+
+def check_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise InvalidRequest(f"{name} must be at least 1, got {shown(value)}", name)
+
+
+def check_top_logprobs(value: int | None) -> None:
+    if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
+        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {shown(value)}"
+        raise InvalidRequest(what, "top_logprobs")
 
 
 def num_choices(fields: GenerationFields, num_prompts: int, best_of: int = 0) -> int:

@@ -25,6 +25,7 @@ from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.apis.intake import Call, Intake, warning, with_warning
 from conductor.ingress.apis.messages import Conversation
 from conductor.ingress.apis.openai_answers import ContentLogprob
+from conductor.ingress.apis.openai_checks import check_positive, check_top_logprobs
 from conductor.ingress.apis.openai_choices import TokenDetails, content_logprob
 from conductor.ingress.apis.openapi import Post
 from conductor.ingress.apis.responses_input import conversation_of, input_items, input_messages
@@ -65,7 +66,7 @@ from conductor.ingress.tools import (
     tools_of,
 )
 from mooncake.errors import CallerError, InvalidRequest, MooncakeError, NotFound, TryLater, shown
-from mooncake.sampling import MAX_TOP_LOGPROBS, SamplingParams
+from mooncake.sampling import SamplingParams
 from mooncake.types import FinishReason, SampledToken
 
 LOGPROBS = "message.output_text.logprobs"  # an element of ``include``
@@ -366,12 +367,8 @@ def check(body: ResponsesRequest, may_continue: bool = False) -> None:
         )
     if body.truncation not in (None, "auto", "disabled"):
         raise InvalidRequest("truncation is auto or disabled", "truncation")
-    if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        what = f"max_output_tokens must be at least 1, got {shown(body.max_output_tokens)}"
-        raise InvalidRequest(what, "max_output_tokens")
-    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-        what = f"top_logprobs must be between 0 and {MAX_TOP_LOGPROBS}, got {shown(body.top_logprobs)}"
-        raise InvalidRequest(what, "top_logprobs")
+    check_positive("max_output_tokens", body.max_output_tokens)
+    check_top_logprobs(body.top_logprobs)
 
 
 def _headers(call: Call, body: ResponsesRequest) -> dict[str, str]:
