@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from converted import cache_for_weights
 from dirty_pages import dirty_kb
 from packing import most_bytes_while_packing
 from reference import smollm2
@@ -28,8 +29,8 @@ from mooncake.model.reading.weights import load_weights
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A cache of this test's own, gone with it: it may be large."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    """A cache of weights of this test's own, gone with it: it may be large."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_for_weights(tmp_path)))
     yield tmp_path / "cache" / "mooncake" / "weights"
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
 
