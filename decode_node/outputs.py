@@ -18,7 +18,7 @@ GAP_S = 0.00025  # between the messages of a request, for each that runs: at mos
 MAX_GAP_S = 0.05  # however many run: clients see an answer grow 20 times a second
 
 
-def gap_s(num_running: int) -> float:
+def least_gap_s(num_running: int) -> float:
     """The least time between two messages of a request, in seconds."""
     return min(num_running * GAP_S, MAX_GAP_S)
 

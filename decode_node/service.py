@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from decode_node.handoff import Handoff, HandoffState
-from decode_node.outputs import Outputs, gap_s
+from decode_node.outputs import Outputs, least_gap_s
 from decode_node.receiver import Receiver
 from decode_node.writeback_hook import WriteBackHook
 from kvstore.transfer.owner.server import SegmentServer
@@ -127,7 +127,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def _take(self, outputs: Outputs, deadline: float) -> list[StepOutput | MooncakeError]:
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                return await outputs.take(gap_s(self._num_streaming))
+                return await outputs.take(least_gap_s(self._num_streaming))
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed while decoding") from None
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from decode_node.outputs import MAX_GAP_S, Outputs, gap_s
+from decode_node.outputs import MAX_GAP_S, Outputs, least_gap_s
 from mooncake.engine.contract import StepOutput
 from mooncake.errors import MooncakeError, NodeUnavailable
 from mooncake.types import FinishReason, SampledToken
@@ -58,4 +58,4 @@ async def test_without_a_gap_each_step_is_a_message() -> None:
 
 
 def test_messages_become_rarer_with_the_requests_up_to_a_limit() -> None:
-    assert gap_s(1) < gap_s(2) < gap_s(64) < MAX_GAP_S == gap_s(10_000)
+    assert least_gap_s(1) < least_gap_s(2) < least_gap_s(64) < MAX_GAP_S == least_gap_s(10_000)
