@@ -207,13 +207,17 @@ def small_group() -> Iterator[Path]:
     group = Path(f"/sys/fs/cgroup/memory/mooncake-{secrets.token_hex(4)}")
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(40 << 20))
     except OSError as error:
         pytest.skip(f"no control group can be made here: {error}")
-    yield group
-    while (group / "cgroup.procs").read_text():
-        time.sleep(0.01)
-    group.rmdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(40 << 20))
+        yield group
+        ends_at = time.monotonic() + 20
+        while (group / "cgroup.procs").read_text():
+            assert time.monotonic() < ends_at, "a process outlives its cluster"
+            time.sleep(0.01)
+    finally:
+        group.rmdir()
 
 
 async def test_a_node_that_the_system_kills_for_lack_of_memory_is_told_as_such(small_group: Path) -> None:
