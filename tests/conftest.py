@@ -1,7 +1,7 @@
 """Common fixtures: one small live cluster, started when the first test needs it.
 
-Slow tests run last. With ``SLOW_TESTS_UNTIL`` in the environment (set by CI; seconds since 1970), slow tests that would
-begin later than that are skipped and listed, so that a slow machine still gives a result for all others.
+Slow tests run last. With ``SLOW_TESTS_END`` in the environment (set by CI; seconds since 1970), slow tests whose time
+limit ends later than that are skipped and listed, so that a slow machine still gives a result for all others.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test asks for models but at loopback
 
-SLOW_TESTS_UNTIL = float(os.environ.get("SLOW_TESTS_UNTIL", "inf"))
+SLOW_TESTS_END = float(os.environ.get("SLOW_TESTS_END", "inf"))
 
 with contextlib.suppress(ModuleNotFoundError):  # where only GPU kernels are tested it may be missing
     from hypothesis import settings
@@ -62,6 +62,11 @@ def is_slow(item: pytest.Item) -> bool:
     return item.get_closest_marker("slow") is not None
 
 
+def time_limit_s(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0] if marker else item.config.getini("timeout"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=is_slow)  # stable: files and their tests stay in order
 
@@ -69,7 +74,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)  # before fixtures are made for it
 def pytest_runtest_setup(item: pytest.Item) -> None:
     is_again = getattr(item, "execution_count", 1) > 1  # a skipped second run would hide that the first one failed
-    if is_slow(item) and not is_again and time.time() > SLOW_TESTS_UNTIL:
+    if is_slow(item) and not is_again and time.time() + time_limit_s(item) > SLOW_TESTS_END:
         pytest.skip(f"{item.nodeid}: no time left")
 
 
