@@ -35,7 +35,7 @@ KEYS = ["bench", "commit", "machine", "config", "seed", "results", "ratios", "no
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(folder, max_position_embeddings=1024)
+    write_tiny_model(folder, max_position_embeddings=1024, head_dim=16)  # which our own kernels take
     return folder
 
 
