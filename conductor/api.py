@@ -11,6 +11,7 @@ from typing import Protocol
 
 from mooncake.adapters import Adapter
 from mooncake.errors import MooncakeError
+from mooncake.pooling import Pooling, Vector
 from mooncake.sampling import SamplingParams
 from mooncake.types import FinishReason, PrefillReport, SampledToken, TokenIds
 
@@ -60,6 +61,7 @@ class InferenceRequest:
     adapter: str = ""  # digest of the adapter; "": the base model
     adapter_start: int = 0  # index of the first prompt token the adapter acts on
     attempts: list[AttemptRecord] | None = None
+    pooling: Pooling | None = None  # its hidden states are wanted, pooled so, in place of an answer of one token
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class Delta:
     summary: RequestSummary | None = None
     choice: int = 0
     prompt_logprobs: Collection[SampledToken] | None = None  # if requested, before any token: all but the first
+    pooled: Vector | None = None  # if requested, with the finish reason: [hidden], as they are
 
 
 class Generator(Protocol):

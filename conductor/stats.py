@@ -84,12 +84,13 @@ class DispatchStats:
         self.block_queries += report.prompt_tokens // block_tokens
         self.block_hits += report.cached_tokens // block_tokens
 
-    def count_end(self, is_whole: bool, duration_s: float, num_tokens: int) -> None:
-        """Of a request that has not failed: it finished, or was cancelled."""
+    def count_end(self, is_whole: bool, duration_s: float, num_tokens: int | None) -> None:
+        """Of a request that has not failed: it finished, or was cancelled. Without ``num_tokens`` it had no answer."""
         self.finished += is_whole
         self.cancelled += not is_whole
         self.recent_durations_s.append(duration_s)
-        self.recent_output_tokens.append(max(num_tokens, 1))
+        if num_tokens is not None:
+            self.recent_output_tokens.append(max(num_tokens, 1))
 
     def compare_ttft(self, predicted_ms: float, measured_ms: float) -> None:
         self.recent_ttft_errors_ms.append(abs(predicted_ms - measured_ms))

@@ -29,6 +29,7 @@ from mooncake.families.layer_settings import refuse_sharing
 from mooncake.families.llama import FAMILIES, REARRANGED, llama_shapes, read_llama
 from mooncake.families.multimodal import is_multimodal, is_of_another_part, language_model
 from mooncake.families.registry import (
+    BARE,
     OTHER_FAMILIES,
     SHARING_FAMILIES,
     published_name,
@@ -45,6 +46,7 @@ from mooncake.hub import fetch, hub_name_of, parse_hub_name
 from mooncake.json_file import read_json
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.page_groups import block_layout
+from mooncake.pooling import LAST_TOKEN, PoolingSettings, read_pooling
 from mooncake.precision import Coding
 from mooncake.quantised import Coded, coding_of, quantisation_of, shapes_of, zero_biases
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
@@ -90,6 +92,10 @@ class Checkpoint(ABC):
         """Defaults for requests without sampling parameters; ``wanted`` is model.generation_config. GGUF files
         recommend nothing. Raises ModelError for values that no request could have."""
         return NEUTRAL
+
+    def pooling(self) -> PoolingSettings:
+        """How its hidden states become embeddings. Raises ModelError for a way that is not supported."""
+        return LAST_TOKEN
 
     @cached_property
     def digest(self) -> str:
@@ -247,6 +253,9 @@ class HFCheckpoint(Checkpoint):
         source = str(self.path / "generation_config.json")
         return defaults_from(self._generation, source) if wanted == "auto" else NEUTRAL
 
+    def pooling(self) -> PoolingSettings:
+        return read_pooling(self.path)
+
     def load_tokenizer(self, template: str = "") -> Tokenizer:
         return tokenizer_from_hf(self.path, self.config.eos_ids, template)
 
@@ -343,6 +352,9 @@ def _hf_config(
         named = without_unused_keys(config, without_guessing_layers(config, settings, named))
     else:
         config = read_llama(family, settings, bos_id, eos_ids, named)
+        if "lm_head.weight" not in named and any(name.startswith(BARE) for name in shapes):
+            is_tied = settings.get("tie_word_embeddings") is True
+            config = replace(config, tie_embeddings=is_tied, has_head=is_tied)
     spare = {published_name(family, name) for name in spare}
     _check_shapes(config, named, str(Path(settings.source).parent), spare)
     return config

@@ -13,18 +13,31 @@ MAX_JSON_BYTES = 64 << 20
 
 def read_json(path: Path, why: str = "") -> dict[str, object]:
     """A JSON object from a file of the model. Raises ModelError."""
+    tree = _read(path, why)
+    if not isinstance(tree, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return tree
+
+
+def read_json_list(path: Path) -> list[dict[str, object]]:
+    """A list of JSON objects from a file of the model. Raises ModelError."""
+    tree = _read(path)
+    if not isinstance(tree, list) or not all(isinstance(each, dict) for each in tree):
+        raise ModelError(f"{path} must hold a list of JSON objects")
+    return tree
+
+
+def _read(path: Path, why: str = "") -> object:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB")
-        tree = json.loads(path.read_bytes())
+        tree: object = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ModelError(f"there is no {path.name} in {path.parent}" + (f"; {why}" if why else "")) from None
     except OSError as error:
         raise ModelError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ModelError(f"{path} must hold a JSON object")
     return tree
 
 

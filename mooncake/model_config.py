@@ -184,6 +184,7 @@ class ModelConfig:
     recurrence: Recurrence | None = field(default=None, repr=False)  # layers with states: their window is STATE_WINDOW
     mamba: Mamba | None = field(default=None, repr=False)  # those layers are Mamba-2's
     alibi_slopes: tuple[float, ...] = field(default=(), repr=False)  # of each head (``families.alibi``); (): no ALiBi
+    has_head: bool = field(default=True, repr=False)  # False: it is for embeddings, and gives no logits
     stacked_experts: bool = field(default=False, repr=False)  # all experts of a layer are published as one tensor
 
     def query_grows(self, layer: int) -> bool:

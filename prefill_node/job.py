@@ -20,13 +20,16 @@ from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.hashing import Chain
+from mooncake.pooling import Pooling
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import (
+    pooling_from_wire,
     prompt_logprobs_to_wire,
     report_to_wire,
     sampled_to_wire,
     sampling_from_wire,
     tokens_from_wire,
+    vector_to_wire,
 )
 from mooncake.types import PrefillReport, SampledToken, Timings
 from prefill_node.approximate_kv import ApproximateKV
@@ -57,6 +60,7 @@ class PrefillJob:
         self._arrived_s = time.monotonic()
         self._tokens = tokens_from_wire(request.tokens)
         self._sampling = sampling_from_wire(request.sampling)
+        self._pooling = pooling_from_wire(request.pooling)
         host = node.host
         self._block_tokens = host.cache_size.layout.block_tokens
         self._id = request.handoff_id or request.request_id
@@ -75,9 +79,8 @@ class PrefillJob:
         self._approximate = ApproximateKV(node, request, self._leases, self._deadline)
 
     async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
-        """Yields an early report, each answer's first token (all tokens if there is no decode node), then the report.
-
-        Raises MooncakeError.
+        """Yields an early report, each answer's first token (all tokens if there is no decode node) or what is pooled,
+        then the report. Raises MooncakeError.
         """
         await self._node.host.prepare(self._sampling)
         stored_blocks = await self._count_stored()
@@ -94,6 +97,9 @@ class PrefillJob:
                 self._writes.start_sealing()
                 early = self._report(sequence.num_cached_tokens, computed_s, computed_s)
                 yield pb.PrefillResponse(early_report=report_to_wire(early))
+            if output.pooled is not None:
+                yield pb.PrefillResponse(pooled=vector_to_wire(output.pooled))
+                continue
             if output.prompt_logprobs is not None:
                 yield pb.PrefillResponse(prompt_logprobs=prompt_logprobs_to_wire(self._tokens, output.prompt_logprobs))
             tokens[output.choice] = output.token
@@ -120,6 +126,7 @@ class PrefillJob:
             hold_blocks=bool(self._request.decode_address),  # the write streams read them
             priority=self._request.priority,
             adapter=self._request.adapter,
+            pooling=self._pooling,
         )
         if self._store is not None and self._keys:
             sequence.keep_window_of = self._writes.last_full_token
@@ -169,6 +176,8 @@ class PrefillJob:
         """How many leading blocks to read from the pool, if that is more than this node holds: what the pool has,
         limited to what the conductor found worth reading."""
         usable = min(len(self._keys), (len(self._tokens) - 1) // self._block_tokens)
+        if self._pooling is Pooling.MEAN:  # every token is computed
+            usable = 0
         if self._request.HasField("pool_tokens"):
             usable = min(usable, self._request.pool_tokens // self._block_tokens)
         if self._prefix is None or not usable or self._node.host.engine.match(self._keys[:usable]) == usable:

@@ -299,6 +299,7 @@ class Dispatcher:
             handoff=handoff_lifecycle(requests.prefill.handoff_id) if placement.decode else None,
             passes_first_token=not progress.is_beam_search,
             wants_prompt_logprobs=request.sampling.prompt_logprobs is not None and not progress.has_prompt_logprobs,
+            wants_pooled=request.pooling is not None,
             end=request.sampling.max_tokens,
             vocab_size=self._model.vocab_size,
         )
@@ -330,7 +331,7 @@ class Dispatcher:
 
     def _record(self, progress: _RunningRequest, attempt: Attempt, delta: Delta) -> Delta:
         """Count a delta on its way to the client, and add the summary when the prefill node has reported."""
-        if delta.tokens and progress.is_new:
+        if (delta.tokens or delta.pooled is not None) and progress.is_new:
             self._record_first_token(progress, attempt)
         self.stats.output_tokens += len(delta.tokens)
         progress.add(delta)
@@ -420,4 +421,5 @@ class Dispatcher:
         if progress.lifecycle.has_ended:  # it failed
             return
         progress.lifecycle.move(RequestState.FINISHED if progress.is_complete else RequestState.CANCELLED)
-        self.stats.count_end(progress.is_complete, self._clock() - progress.started_at, progress.num_emitted)
+        num_tokens = progress.num_emitted if progress.request.pooling is None else None
+        self.stats.count_end(progress.is_complete, self._clock() - progress.started_at, num_tokens)

@@ -12,7 +12,7 @@ from conductor.api import Delta
 from conductor.dispatch.lifecycle import HandoffPhase, Lifecycle
 from mooncake.errors import BrokenPeer, HandoffFailed, MooncakeError, OutOfMemory, shown
 from mooncake.rpc import decode_pb2, prefill_pb2
-from mooncake.rpc.convert import UnreadScores, ms_from_wire, report_from_wire, sampled_from_wire
+from mooncake.rpc.convert import UnreadScores, ms_from_wire, report_from_wire, sampled_from_wire, vector_from_wire
 from mooncake.types import FinishReason, PrefillReport, SampledToken
 
 _UNBOUNDED = 1 << 32
@@ -28,7 +28,7 @@ class Merger:
     ``expected`` is the index of each answer's next token, ``end`` the index that none reaches; token ids are below
     ``vocab_size``. ``handoff`` is None when the prefill node gives whole answers. Without ``passes_first_token`` the
     prefill node's tokens are not passed on (beams are chosen at the end). ``wants_prompt_logprobs``: the client asked
-    for them and has not received them yet.
+    for them and has not received them yet. ``wants_pooled``: hidden states, and no tokens.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class Merger:
         handoff: Lifecycle[HandoffPhase] | None,
         passes_first_token: bool = True,
         wants_prompt_logprobs: bool = False,
+        wants_pooled: bool = False,
         end: int = _UNBOUNDED,
         vocab_size: int = _UNBOUNDED,
     ) -> None:
@@ -48,6 +49,7 @@ class Merger:
         self._vocab_size = vocab_size
         self._passes_first_token = passes_first_token
         self.wants_prompt_logprobs = wants_prompt_logprobs
+        self._wants_pooled = wants_pooled
         self._open = set(range(len(expected)))
         self._unwanted: set[int] = set()
         self._withheld: Delta | None = None  # the last delta, held until the report arrives
@@ -84,6 +86,8 @@ class Merger:
         if message.HasField("early_report"):
             self.early_report = report_from_wire(message.early_report)
             return None
+        if message.HasField("pooled"):
+            return self._pooled(message.pooled)
         if message.HasField("prompt_logprobs") and self.wants_prompt_logprobs:
             self.wants_prompt_logprobs = False
             return Delta(prompt_logprobs=UnreadScores(message.prompt_logprobs))
@@ -100,6 +104,16 @@ class Merger:
             self.handoff.move(HandoffPhase.STREAMING)
         return self._delta(message, tokens, "") if self._passes_first_token else None
 
+    def _pooled(self, data: bytes) -> Delta | None:
+        if not self._wants_pooled:
+            raise BrokenPeer("there are hidden states that nobody asked for")
+        vector = vector_from_wire(data)
+        self.is_prefilled = True
+        if not self._open:
+            return None
+        self._open.clear()
+        return Delta(finish_reason=FinishReason.STOP, pooled=vector)
+
     def on_decode_message(self, message: decode_pb2.DecodeResponse) -> Delta | None:
         """Raises like ``on_prefill_message``."""
         if not message.tokens and not message.finish_reason:
@@ -113,6 +127,8 @@ class Merger:
         """Raises BrokenPeer unless each node tells an answer's tokens in order, as tokens of the model, and no more
         than were asked for, and then how it ended."""
         choice, told = message.choice, self._told[type(message)]
+        if self._wants_pooled:
+            raise BrokenPeer("there is a token where hidden states were asked for")
         if choice >= len(told):
             raise BrokenPeer(f"there is no answer {choice}")
         for due, token in enumerate(tokens, told[choice]):

@@ -45,6 +45,7 @@ def node_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         decode_address=placement.decode.control_address if placement.decode else "",
         pools=pools,
         pool_tokens=placement.pool_tokens,
+        pooling=request.pooling or "",
     )
     if placement.decode is None:
         return NodeRequests(prefill, None)

@@ -23,6 +23,7 @@ from mooncake.config import Config
 from mooncake.errors import ConfigError, NodeUnavailable, Overloaded
 from mooncake.hashing import Chain
 from mooncake.hashing import prepare as prepare_hashing
+from mooncake.pooling import Pooling
 from mooncake.types import Role
 
 NodesLacking = Callable[[str], frozenset[int]]  # by an adapter's digest: incarnations of nodes that do not have it
@@ -51,11 +52,12 @@ class Placer:
         request, tokens = progress.request, progress.tokens
         left = request.sampling.max_tokens - progress.num_kept
         chain = Chain.of(self._model.kv_fingerprint, request.salt, request.adapter, request.adapter_start)
-        # Of a prompt that is scored every token is computed, whatever is cached.
+        # Of a prompt that is scored, or whose states' mean is wanted, every token is computed, whatever is cached.
         is_scored = request.sampling.prompt_logprobs is not None and not progress.num_kept
+        computes_all = is_scored or request.pooling is Pooling.MEAN
         return RequestFacts(
             num_tokens=len(tokens),
-            keys=[] if is_scored else chain.keys(tokens, self._model.shape.block_tokens),
+            keys=[] if computes_all else chain.keys(tokens, self._model.shape.block_tokens),
             expected_tokens=self._stats.expected_output_tokens(left),
             needs_decode=not self._is_coupled and (left > 1 or progress.is_beam_search),
             # Only requests that have cost nothing yet are refused; a retry goes on as long as it may.

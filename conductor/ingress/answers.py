@@ -15,6 +15,7 @@ from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.ingress.parsers.parts import OutputParser, Part, PlainParser, merged
 from conductor.ingress.trace import CallTrace
 from mooncake.errors import Cancelled, InternalError
+from mooncake.pooling import Vector
 from mooncake.sampling import SamplingParams
 from mooncake.text.detokenizer import TextAssembler, TextPiece
 from mooncake.text.tokenizer import Tokenizer
@@ -67,6 +68,7 @@ class Piece:
     prompt_logprobs: Collection[SampledToken] | None = None  # before any token: all prompt tokens but the first
     parts: tuple[Part, ...] = ()
     is_reasoning: tuple[bool, ...] = ()  # for each token, its tags included
+    pooled: Vector | None = None  # in place of an answer, with the outcome
 
     @property
     def num_reasoning(self) -> int:
@@ -184,7 +186,9 @@ class Answer:
             outcome = self._complete(FinishReason.STOP if last.stopped else reason, now)
         scores = None if outcome else delta.prompt_logprobs
         text, parts = "".join(increment.text), tuple(merged(increment.parts))
-        return Piece(tuple(tokens), text, outcome, self._choice, scores, parts, tuple(increment.is_reasoning))
+        return Piece(
+            tuple(tokens), text, outcome, self._choice, scores, parts, tuple(increment.is_reasoning), delta.pooled
+        )
 
     def _count(self, token: SampledToken, now: float) -> None:
         if token.index != self.num_tokens:

@@ -23,6 +23,7 @@ from conductor.api import AdapterLoading, Generator
 from conductor.ingress.access import KeyMiddleware
 from conductor.ingress.apis.adapters import AdaptersApi
 from conductor.ingress.apis.anthropic import MESSAGES, MessagesApi, refusal
+from conductor.ingress.apis.embeddings import EmbeddingsApi
 from conductor.ingress.apis.grpc import SERVICE, InferenceService
 from conductor.ingress.apis.intake import Intake
 from conductor.ingress.apis.models import ModelsApi
@@ -47,8 +48,9 @@ from mooncake.adapters import Adapter, open_adapters, parse_adapters
 from mooncake.api_keys import ApiKeys
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config
-from mooncake.errors import MooncakeError
+from mooncake.errors import ModelError, MooncakeError
 from mooncake.json_file import json_object
+from mooncake.pooling import PoolingSettings
 from mooncake.rpc import inference_pb2_grpc
 from mooncake.rpc.cluster_pb2 import StatusResponse
 from mooncake.rpc.json_form import json_form
@@ -165,6 +167,7 @@ class Ingress:
         routes: list[Route] = [
             *ModelsApi(intake.prompts).routes(),
             *OpenAIApi(intake, keep_alive_s).routes(),
+            *EmbeddingsApi(intake, self._max_requests).routes(),
             *ResponsesApi(intake, keep_alive_s, self._stored).routes(),
             *MessagesApi(intake, keep_alive_s).routes(),
             *TokenizerApi(intake).routes(),
@@ -253,7 +256,18 @@ def served_model(config: Config, checkpoint: Checkpoint, loaded: Mapping[str, Ad
         root=config.model.path,
         adapter_roots=folders,
         loaded=loaded,
+        hidden_size=checkpoint.config.hidden_size,
+        pooling=_pooling_of(checkpoint),
+        has_head=checkpoint.config.has_head,
     )
+
+
+def _pooling_of(checkpoint: Checkpoint) -> PoolingSettings | str:
+    """A model that cannot embed texts may generate them."""
+    try:
+        return checkpoint.pooling()
+    except ModelError as error:
+        return error.message
 
 
 def project_version() -> str:

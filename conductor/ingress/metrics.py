@@ -120,11 +120,12 @@ class Metrics:
         usage, latency, timings = outcome.usage, outcome.latency, outcome.summary.report.timings
         self._finished.labels(self._model, _ENGINE, str(outcome.finish_reason)).inc()
         self._total.observe(latency.total_ms / 1e3)
-        self._decode.observe((latency.total_ms - latency.ttft_ms) / 1e3)
+        if usage.completion_tokens:
+            self._decode.observe((latency.total_ms - latency.ttft_ms) / 1e3)
+            self._answer_size.observe(usage.completion_tokens)
         if usage.completion_tokens > 1:
             self._mean_gap.observe(latency.mean_tbt_ms / 1e3)
             self._tail_gap.observe(latency.tail_tbt_ms / 1e3)
-        self._answer_size.observe(usage.completion_tokens)
         if prompt_counts:
             self._queue.observe(timings.queue_ms / 1e3)
             self._prefill.observe(timings.prefill_ms / 1e3)

@@ -30,6 +30,7 @@ from mooncake.errors import (
     Overloaded,
 )
 from mooncake.hashing import check_salt
+from mooncake.pooling import Pooling
 from mooncake.sampling import SamplingParams
 from mooncake.text.detokenizer import check_stop
 from mooncake.text.tokenizer import Tokenizer
@@ -140,6 +141,7 @@ class Pipeline:
         priority: int = 0,
         model: str = "",
         trace: CallTrace | None = None,
+        pooling: Pooling | None = None,
     ) -> Job:
         """The remaining checks; ``model`` is the client's name for it. Raises InvalidRequest, naming the field."""
         if not _REQUEST_ID.fullmatch(request_id):
@@ -151,7 +153,11 @@ class Pipeline:
             self.prompts.as_tokens(token_ids, name)
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise InvalidRequest(f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}", "priority")
-        request = InferenceRequest(request_id, tokens, sampling, deadline, salt, session[:256], priority)
+        if pooling is None and not self.model.has_head:
+            raise InvalidRequest(f"{self.model.name} has no output head: it embeds texts, and generates none", "model")
+        request = InferenceRequest(
+            request_id, tokens, sampling, deadline, salt, session[:256], priority, pooling=pooling
+        )
         if trace is not None:
             request = replace(request, attempts=trace.attempts)
             trace.requests.append(request)
@@ -193,7 +199,7 @@ class Pipeline:
                             job.trace.answered(delta.choice, piece.outcome.finish_reason, piece.outcome.usage)
                         if delta.finish_reason is None:  # a stop string: only found here
                             self._generator.end_choice(request.request_id, delta.choice)
-                    if not unfinished:
+                    if not unfinished and request.pooling is None:
                         self._observer.answered(request.sampling, max(answer.num_tokens for answer in answers))
                     yield piece
 
@@ -221,15 +227,16 @@ class Pipeline:
                 tokens = tuple(msgspec.structs.replace(token, logprob=None) for token in tokens)
             yield replace(whole, tokens=tokens, choice=rank)
 
-    async def run(self, jobs: Sequence[Job], emit: Emit) -> None:
-        """Answer several jobs at once; ``emit(number, piece)`` gets pieces, with answers numbered across all jobs.
+    async def run(self, jobs: Sequence[Job], emit: Emit, at_once: int = MAX_CHOICES) -> None:
+        """Answer several jobs, ``at_once`` of them together; ``emit(number, piece)`` gets pieces, with answers numbered
+        across all jobs.
 
         The first failure cancels all others and is raised. Raises like ``check_scores``.
         """
         with jobs[0].trace or NOT_TRACED:
-            await self._run(jobs, emit)
+            await self._run(jobs, emit, asyncio.Semaphore(at_once))
 
-    async def _run(self, jobs: Sequence[Job], emit: Emit) -> None:
+    async def _run(self, jobs: Sequence[Job], emit: Emit, places: asyncio.Semaphore) -> None:
         self.check_scores(jobs)
         deadline = max(job.request.deadline for job in jobs)
         first = 0
@@ -237,15 +244,15 @@ class Pipeline:
             # each answer ends at its deadline by itself; this ends those whose client has stopped reading
             async with asyncio.timeout(deadline + 2 * DEADLINE_GRACE_S - self._clock()), asyncio.TaskGroup() as tasks:
                 for job in jobs:
-                    tasks.create_task(self._run_one(first, job, emit))
+                    tasks.create_task(self._run_one(first, job, emit, places))
                     first += job.request.sampling.n
         except BaseExceptionGroup as failures:
             raise _first_leaf(failures) from None
         except TimeoutError:
             raise DeadlineExceeded("the answer was not taken within the request's time") from None
 
-    async def _run_one(self, first: int, job: Job, emit: Emit) -> None:
-        async with contextlib.aclosing(self.stream(job)) as pieces:
+    async def _run_one(self, first: int, job: Job, emit: Emit, places: asyncio.Semaphore) -> None:
+        async with places, contextlib.aclosing(self.stream(job)) as pieces:
             async for piece in pieces:
                 await emit(first + piece.choice, piece)
 

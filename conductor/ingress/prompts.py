@@ -66,11 +66,19 @@ class Prompts:
     async def encode(
         self, text: str, param: str = "prompt", keep: Keep | None = None, add_special: bool = True
     ) -> TokenIds:
-        """Token ids of a text, or those to ``keep``. Raises InvalidRequest (empty) or ContextTooLong."""
+        """Token ids of a prompt, or those to ``keep``. Raises InvalidRequest (empty) or ContextTooLong."""
         if keep is None and await self._is_surely_too_long(text):
             raise self._too_long(f"a text of {len(text)} characters", param)
         tokens = await self._maybe_in_thread(len(text), lambda: self._encode(text, add_special))
         return self._fitting(tokens, param, keep)
+
+    async def encode_whole(self, text: str, param: str, add_special: bool = True) -> TokenIds:
+        """Token ids of a text without an answer. Raises like ``encode``."""
+        if await self._is_surely_too_long(text):
+            raise self._too_long(f"a text of {len(text)} characters", param, 0)
+        tokens = await self._maybe_in_thread(len(text), lambda: self._encode(text, add_special))
+        whole = self.tokenizer.ended(tokens) if add_special and len(tokens) else tokens
+        return self._fitting(whole, param, num_answer=0)
 
     async def encode_chat(
         self,
@@ -125,10 +133,12 @@ class Prompts:
         if guide is not None:
             await asyncio.get_running_loop().run_in_executor(self._threads, self._guides.compile, guide)
 
-    def check_tokens(self, ids: Sequence[int], param: str = "prompt", keep: Keep | None = None) -> TokenIds:
+    def check_tokens(
+        self, ids: Sequence[int], param: str = "prompt", keep: Keep | None = None, num_answer: int = 1
+    ) -> TokenIds:
         """A client's own ids as an array, or those to ``keep``. Raises InvalidRequest (not in the vocabulary) or
-        ContextTooLong."""
-        return self._fitting(self.as_tokens(ids, param), param, keep)
+        ContextTooLong, where they leave no room for an answer of ``num_answer`` tokens."""
+        return self._fitting(self.as_tokens(ids, param), param, keep, num_answer)
 
     def to_keep(self, truncate_prompt_tokens: int | None, side: str | None, num_answer: int) -> Keep | None:
         """Which of a prompt's tokens to keep where ``side``, "right" or "left" (None), is cut; None: all. -1 tokens
@@ -200,17 +210,17 @@ class Prompts:
         head = await self._maybe_in_thread(probe, lambda: self._encode(text[:probe]))
         return len(head) > 2 * self.model.max_model_len
 
-    def _fitting(self, tokens: TokenIds, param: str, keep: Keep | None = None) -> TokenIds:
+    def _fitting(self, tokens: TokenIds, param: str, keep: Keep | None = None, num_answer: int = 1) -> TokenIds:
         if not len(tokens):
-            raise InvalidRequest("the prompt is empty", param)
+            raise InvalidRequest(f"the {'prompt' if num_answer else 'input'} is empty", param)
         if keep is not None:
             tokens = keep.of(tokens)
-        if len(tokens) >= self.context_len:
-            raise self._too_long(f"{len(tokens)} tokens > {self.context_len - 1} maximum", param)
+        if len(tokens) > (most := self.context_len - num_answer):
+            raise self._too_long(f"{len(tokens)} tokens > {most} maximum", param, num_answer)
         return tokens
 
-    def _too_long(self, what: str, param: str) -> ContextTooLong:
-        limit = f"{_context(self.context_len)}, one of them for the answer"
+    def _too_long(self, what: str, param: str, num_answer: int = 1) -> ContextTooLong:
+        limit = _context(self.context_len) + (", one of them for the answer" if num_answer else "")
         return ContextTooLong(f"prompt is too long: {what}; {limit}", param)
 
 

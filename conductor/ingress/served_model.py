@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from mooncake.adapters import Adapter
 from mooncake.errors import NotFound, shown
+from mooncake.pooling import LAST_TOKEN, PoolingSettings
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 
 
@@ -32,6 +33,9 @@ class ServedModel:
     root: str = ""  # what was given as the model: a folder, a file, or a name
     adapter_roots: Mapping[str, str] = field(default_factory=dict)  # folders by configured adapter
     loaded: Mapping[str, Adapter] = field(default_factory=dict)  # adapters beside those; they change
+    hidden_size: int = 0  # numbers of an embedding
+    pooling: PoolingSettings | str = LAST_TOKEN  # how texts are embedded; or why they cannot be, in words
+    has_head: bool = True  # otherwise it embeds texts, and generates none
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from mooncake.errors import ConfigError, KVLoadFailed, shown
 from mooncake.model.batch import ForwardBatch, LayerHook, NoHook
 from mooncake.model.gpu.device_sampler import Draws
 from mooncake.page_groups import UNIFORM, PageGroups
+from mooncake.pooling import Vector
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 
@@ -49,6 +50,17 @@ class RecomputingModel(CausalModel, Protocol):
     ) -> None:
         """Keys and values of adjacent ``layers``, from the input of the first of them (float32 [T, hidden]; None:
         the embeddings, for layer 0). Raises what the hook raises."""
+        ...
+
+
+@runtime_checkable
+class HiddenStateModel(CausalModel, Protocol):
+    """A model that can also give the last hidden states of tokens (``ForwardBatch.hidden``), from which embeddings are
+    pooled. Rows of its logits beyond those that are wanted mean nothing."""
+
+    @property
+    def hidden_size(self) -> int:
+        """0: it cannot give them."""
         ...
 
 
@@ -176,13 +188,15 @@ def check_least(numbers: Mapping[str, tuple[object, float]]) -> None:
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """A new token of answer ``choice`` to a request. ``finish_reason`` is set on the last one."""
+    """A new token of answer ``choice`` to a request. ``finish_reason`` is set on the last one. Of a sequence that is
+    pooled this is the only one, and its ``token`` means nothing."""
 
     request_id: str
     token: SampledToken
     finish_reason: FinishReason | None
     choice: int = 0
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # with the first token: all prompt tokens but the first
+    pooled: Vector | None = None  # hidden states [hidden], as they are
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from mooncake.engine.contract import (
     CausalModel,
     EngineConfig,
     EngineLoad,
+    HiddenStateModel,
     RecomputingModel,
     Reservation,
     StepHook,
@@ -76,7 +77,6 @@ class Engine:
         self.block_pool = BlockPool(cache.num_blocks, config.block_tokens, keep_events=config.keep_events)
         self.is_stalled = False  # the last step found nothing that could run before blocks are released
         self._model = model
-        self._checks = RequestChecks(model.config.vocab_size, config.max_model_len, guides)
         self._scheduler = StepScheduler(
             self.block_pool,
             config.chunk_tokens,
@@ -87,7 +87,9 @@ class Engine:
             config.groups,
         )
         blocks = self._scheduler.block_manager
-        self._batches = BatchBuilder(blocks.tables, config.block_tokens, config.groups)
+        hidden_size = model.hidden_size if isinstance(model, HiddenStateModel) else 0
+        self._checks = RequestChecks(model.config.vocab_size, config.max_model_len, guides, bool(hidden_size))
+        self._batches = BatchBuilder(blocks.tables, config.block_tokens, config.groups, hidden_size)
         self._requests = Requests(self._scheduler, self._retain_blocks)
         self._processor = OutputProcessor(self._requests, blocks, Sampler(guides))
         self._costs = StepCosts(config, blocks.swap)
@@ -297,7 +299,8 @@ class Engine:
         logits = self._model.forward(batch, self.cache.tensor, hook)
         num_tokens = batch.tokens.shape[0]
         self._advance(plan, num_tokens)
-        finished, searches = self._processor.process(plan.entries, complete, logits)
+        logits = logits[: len(batch.logit_rows) - batch.num_hidden]
+        finished, searches = self._processor.process(plan.entries, complete, logits, batch.hidden)
         if batch.reuse is not None:  # not comparable with other steps
             self._num_blended_tokens += batch.reuse.num_tokens
         elif not plan.variant_entries:

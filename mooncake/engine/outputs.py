@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
+import numpy as np
 import torch
 
 from mooncake.engine.cache.block_manager import BlockManager
@@ -18,7 +19,10 @@ from mooncake.engine.decoding.sampler import Sampler
 from mooncake.engine.requests import Requests
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import StepEntry
+from mooncake.pooling import Pooling
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
+
+_NO_TOKEN = SampledToken(0, 0)  # of a sequence that is pooled
 
 
 class OutputProcessor:
@@ -33,10 +37,14 @@ class OutputProcessor:
         self._sampler = sampler
 
     def process(
-        self, entries: list[StepEntry], complete: list[StepEntry], logits: torch.Tensor
+        self,
+        entries: list[StepEntry],
+        complete: list[StepEntry],
+        logits: torch.Tensor,
+        hidden: torch.Tensor | None = None,
     ) -> tuple[list[Sequence], list[SearchState]]:
         """``complete`` are the entries that reach the end of their tokens; ``logits`` [R, V] are in the order of
-        ``BatchBuilder.build``.
+        ``BatchBuilder.build``, and so are ``hidden`` states [P, hidden] of sequences that are pooled.
 
         Returns what ``finish`` gets once the step's hook is done: sequences that end, with their last token or because
         they cannot have it, and beam searches that can advance.
@@ -46,6 +54,8 @@ class OutputProcessor:
         rows = assign_rows(complete, self._answers_of)
         finished = self._sample(rows, logits)
         searches = self._park_beams(rows.beams, logits, finished) if rows.beams else []
+        if hidden is not None:
+            finished += self._pool(entries, hidden)
         failed = (entry.sequence for entry in entries if entry.sequence.failure is not None)
         finished += [sequence for sequence in failed if sequence not in finished]
         return finished, searches
@@ -128,6 +138,30 @@ class OutputProcessor:
         others = [sequence.fork_answer(choice) for choice in range(1, sequence.sampling.num_answers)]
         self._requests.expect(sequence.root_id, len(others))
         return [sequence, *others]
+
+    def _pool(self, entries: list[StepEntry], hidden: torch.Tensor) -> list[Sequence]:
+        """Take each sequence's states. Returns those that are complete."""
+        finished, row = [], 0
+        for entry in entries:
+            sequence, count = entry.sequence, len(entry.pooled)
+            states, row = hidden[row : row + count], row + count
+            if not count:
+                continue
+            pooled = states[-1].numpy()
+            if sequence.pooling is Pooling.MEAN:  # summed so exactly that it does not matter where chunks end
+                before = sequence.hidden_sum if entry.first else None
+                total = states.double().sum(0).numpy()
+                sequence.hidden_sum = total if before is None else before + total
+                pooled = (sequence.hidden_sum / sequence.num_tokens).astype(np.float32)
+            if entry.end < sequence.num_tokens:
+                continue
+            if not np.isfinite(pooled).all():
+                sequence.fail_not_finite()
+                continue
+            output = StepOutput(sequence.root_id, _NO_TOKEN, FinishReason.STOP, pooled=pooled.copy())
+            self.outputs.append(output)
+            finished.append(sequence)
+        return finished
 
     # Beam searches
 

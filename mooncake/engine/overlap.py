@@ -201,6 +201,7 @@ def _is_sampled_on_device(sequence: Sequence) -> bool:
         and sequence.has_forked
         and not sequence.is_beam
         and not sequence.edits_logits
+        and sequence.pooling is None
         and sequence.sampling.logprobs is None
         and sequence.adapter < 0
     )

@@ -14,10 +14,12 @@ from mooncake.types import SampledToken
 class RequestChecks:
     """The limits of one model in one engine."""
 
-    def __init__(self, vocab_size: int, max_model_len: int, guides: Guides | None) -> None:
+    def __init__(self, vocab_size: int, max_model_len: int, guides: Guides | None, can_pool: bool) -> None:
+        """``can_pool``: whether the model gives hidden states."""
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._guides = guides
+        self._can_pool = can_pool
 
     def check(self, sequence: Sequence) -> None:
         """Also limits its length to the context. Raises InvalidRequest, ContextTooLong."""
@@ -28,6 +30,10 @@ class RequestChecks:
         for name, token_ids in sequence.sampling.named_tokens():
             if any(not 0 <= token_id < self._vocab_size for token_id in token_ids):
                 raise InvalidRequest(f"{name} names a token that is not below {self._vocab_size}", name)
+        if sequence.pooling is not None and not self._can_pool:
+            raise InvalidRequest(
+                "pipeline stages, and tensor parallel GPUs, give no hidden states to embed with", "input"
+            )
         if sequence.sampling.guide is not None:
             if self._guides is None:
                 raise InvalidRequest("this engine cannot guide answers", "guide")

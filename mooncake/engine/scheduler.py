@@ -320,7 +320,7 @@ class StepScheduler:
         to_load = self._find_elsewhere(sequence, num_cached, usable)
         copies: list[tuple[int, int]] = []
         num_found = num_cached * self._block_tokens
-        if not (sequence.blocks.is_loading or sequence.is_scoring):
+        if not (sequence.blocks.is_loading or sequence.computes_all):
             num_copied = self.block_manager.copy_part(sequence, copies)
             sequence.num_computed += num_copied
             num_found += num_copied
@@ -333,7 +333,7 @@ class StepScheduler:
         blocks, reused = sequence.blocks, sequence.reused
         num_filled = max(num_cached, min(reused.external_blocks, usable))
         num_variant = min(reused.variant_blocks, (sequence.num_tokens - 1) // self._block_tokens)
-        if num_variant > num_filled and not sequence.is_scoring:
+        if num_variant > num_filled and not sequence.computes_all:
             reused.variant_tokens = range(sequence.num_computed, num_variant * self._block_tokens)
         blocks.is_loading = num_filled > num_cached or bool(reused.variant_tokens)
         table, keys = blocks.block_table, sequence.block_keys

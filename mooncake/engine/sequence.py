@@ -10,11 +10,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from mooncake.engine.cache.sequence_blocks import NEVER, SequenceBlocks
 from mooncake.engine.reused_kv import ReusedKV
 from mooncake.errors import ContextTooLong, InternalError, InvalidRequest, MooncakeError, NotFinite
 from mooncake.hashing import Chain
+from mooncake.pooling import Pooling
 from mooncake.repetition import Repetitions
 from mooncake.sampling import SamplingParams
 from mooncake.types import BlockKey, FinishReason, TokenIds, TokenLogprob
@@ -71,6 +73,7 @@ class Sequence:
     keep_window_of: int = NEVER  # layers with a window also keep what this token sees, until whoever reads it has it
     adapter: int = -1  # index in the model's list; -1: none. It acts from token ``chain.start`` on
     adapter_held: object = None  # while something refers to this, the model keeps that adapter
+    pooling: Pooling | None = None  # in place of an answer its hidden states are wanted, pooled so
     is_prefill_only: bool = field(init=False)  # another engine decodes it
     edits_logits: bool = field(init=False)
     is_plain: bool = field(init=False)  # its next token is the most likely one, and nothing else is wanted
@@ -92,6 +95,7 @@ class Sequence:
     num_computed: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)  # found in this engine's own cache when first admitted
     num_preemptions: int = field(default=0, init=False)
+    hidden_sum: npt.NDArray[np.float64] | None = field(default=None, init=False)  # of computed tokens, for their mean
 
     # Its KV
 
@@ -167,6 +171,11 @@ class Sequence:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt - 1
 
     @property
+    def computes_all(self) -> bool:
+        """Whether every token of its prompt must be computed, whatever is cached."""
+        return self.is_scoring or self.pooling is Pooling.MEAN
+
+    @property
     def num_shareable(self) -> int:
         """Leading computed tokens with exact KV, which others may find by key."""
         num_exact = self.reused.num_exact
@@ -198,8 +207,8 @@ class Sequence:
         return self.num_tokens - self.num_prompt < self.sampling.min_tokens
 
     def limit_length(self, max_model_len: int) -> None:
-        """Raises ContextTooLong when not even one token can follow."""
-        if self.num_tokens >= max_model_len:
+        """Raises ContextTooLong when not even one token can follow, if one is to."""
+        if self.num_tokens + (self.pooling is None) > max_model_len:
             allowed = f"max_model_len and kv_gb allow {max_model_len}"
             raise ContextTooLong(f"{self.num_tokens} tokens leave no room for an answer: {allowed}", "prompt")
         self._full_length = min(self._full_length, max_model_len)

@@ -51,16 +51,19 @@ class _DecodeBatch:
 class BatchBuilder:
     """A batch is valid until the next one is built."""
 
-    def __init__(self, tables: BlockTables, block_tokens: int, groups: PageGroups) -> None:
+    def __init__(self, tables: BlockTables, block_tokens: int, groups: PageGroups, hidden_size: int) -> None:
+        """``hidden_size``: of the states that sequences which are pooled need; 0: there are no such sequences."""
         self._tables = tables
         self._num_groups = groups.num_groups
         self._places = torch.tensor(groups.places, dtype=torch.int32) if groups.num_groups > 1 else None
         self._block_tokens = block_tokens
+        self._hidden_size = hidden_size
         self._decode_batches: dict[int, _DecodeBatch] = {}  # by number of sequences
 
     def build(self, entries: list[StepEntry]) -> tuple[ForwardBatch, list[StepEntry]]:
         """The batch, and the entries that reach the end of their tokens. Those have one row of logits each, in
-        order, plus one for each of their draft tokens. After all of these come the rows of scored prompts."""
+        order, plus one for each of their draft tokens. After all of these come the rows of scored prompts. Those that
+        are pooled have hidden states in place of logits."""
         if decodes := self._decode_batch(entries):
             return decodes, entries
         return self._ragged_batch(entries)
@@ -78,7 +81,7 @@ class BatchBuilder:
         lengths: list[int] = []
         rows: list[int] = []
         for sequence, position, num_tokens, _ in entries:
-            if num_tokens > 1 or position + 1 < sequence.num_tokens:
+            if num_tokens > 1 or position + 1 < sequence.num_tokens or sequence.pooling is not None:
                 return None
             newest.append(sequence.last_token)
             positions.append(position)
@@ -114,6 +117,7 @@ class BatchBuilder:
         complete: list[StepEntry] = []
         sampled: list[int] = []  # rows of the batch that need logits: the last of each complete entry, and its draft's
         scored: list[int] = []
+        pooled: list[int] = []
         for entry in entries:
             sequence, first, num_tokens, _ = entry
             end, begin = first + num_tokens, len(tokens)
@@ -124,12 +128,14 @@ class BatchBuilder:
             starts.append(len(tokens))
             lengths.append(end)
             rows.append(sequence.blocks.row)
-            if end >= sequence.num_tokens:
+            if sequence.pooling is not None:
+                pooled += (begin + position - first for position in entry.pooled)
+            elif end >= sequence.num_tokens:
                 complete.append(entry)
                 sampled += range(len(tokens) - 1 - (end - sequence.num_tokens), len(tokens))
             scored += range(begin, begin + len(entry.scored))
         count, num_entries = len(tokens), len(entries)
-        numbers = np.array([*tokens, *positions, *chain.from_iterable(slots), *sampled, *scored], np.int64)
+        numbers = np.array([*tokens, *positions, *chain.from_iterable(slots), *sampled, *scored, *pooled], np.int64)
         ends = np.array([*starts, *lengths], np.int32)
         slots_end = (2 + self._num_groups) * count
         of_groups = torch.from_numpy(numbers[2 * count : slots_end].reshape(self._num_groups, count))
@@ -142,6 +148,7 @@ class BatchBuilder:
             block_tables=tables[0],
             slots=of_groups[0],
             logit_rows=torch.from_numpy(numbers[slots_end:]),
+            hidden=torch.empty((len(pooled), self._hidden_size)) if pooled else None,
             adapters=_adapters_of_tokens(entries),
             reuse=reuse_of(entries),
             pages=None if self._places is None else Pages(self._places, tables, of_groups),

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import MooncakeError
+from mooncake.pooling import Pooling
 from mooncake.types import BlockKey
 
 
@@ -32,6 +33,13 @@ class StepEntry(NamedTuple):
         if not self.sequence.is_scoring:
             return range(0)
         return range(self.first, min(self.end, self.sequence.num_prompt - 1))
+
+    @property
+    def pooled(self) -> range:
+        """Positions whose hidden states are wanted, for a sequence's embedding."""
+        if self.sequence.pooling is None:
+            return range(0)
+        return range(self.first if self.sequence.pooling is Pooling.MEAN else self.sequence.num_tokens - 1, self.end)
 
 
 @dataclass(frozen=True, slots=True)

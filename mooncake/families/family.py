@@ -132,8 +132,12 @@ def norm_shapes(name: str, width: int) -> Shapes:
 
 
 def head_shapes(name: str, config: ModelConfig) -> Shapes:
-    """Shapes of the output head; empty if it is tied to the embeddings."""
-    return {} if config.tie_embeddings else {f"{name}.weight": (config.vocab_size, config.hidden_size)}
+    """Shapes of the output head; empty if it is tied to the embeddings, or if there is none."""
+    return (
+        {}
+        if config.tie_embeddings or not config.has_head
+        else {f"{name}.weight": (config.vocab_size, config.hidden_size)}
+    )
 
 
 def gated_shapes(name: str, hidden: int, inner: int) -> Shapes:

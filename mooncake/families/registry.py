@@ -51,6 +51,10 @@ OTHER_FAMILIES: dict[str, Family] = {
 SHARING_FAMILIES = (*GEMMA3N_FAMILIES, *GEMMA4_FAMILIES)  # whose last layers use others' KV
 
 
+BARE = ("embed_tokens.", "layers.", "norm.")
+"""How names of the Llama family begin in a model that was published as what is below the head, for embeddings."""
+
+
 def read_config(
     family: str,
     settings: Settings,
@@ -112,6 +116,8 @@ def published_name(architecture: str, name: str) -> str:
     for given, ours in family.renamed if family else ():
         if name.startswith(given):
             return ours + name.removeprefix(given)
+    if family is None and name.startswith(BARE):
+        return f"model.{name}"
     if family is None or not family.prefix or name.startswith((family.prefix, "lm_head.", "embed_out.")):
         return name
     return family.prefix + name

@@ -54,6 +54,8 @@ class ForwardBatch:
     block_tables: torch.Tensor  # int32 [B, M]: block ids; arbitrary as padding and before all queries' windows
     slots: torch.Tensor  # int64 [T]: block_id * block_tokens + offset, where each token's KV is written
     logit_rows: torch.Tensor  # int64 [R]: the tokens t whose logits are wanted
+    hidden: torch.Tensor | None = None  # float32 [P, hidden], written: the last hidden states of the last P of those
+    # tokens, behind the final norm; their logits are not wanted. On the host
     adapters: torch.Tensor | None = None  # int32 [T]: index of the adapter that acts on each, -1: none; None: on none
     reuse: Reuse | None = None
     pages: Pages | None = None  # None: all layers are one group, and follow each other in its pages
@@ -120,6 +122,11 @@ class ForwardBatch:
     def num_sequences(self) -> int:
         return self.context_lens.shape[0]
 
+    @property
+    def num_hidden(self) -> int:
+        """How many of the last logit rows are for ``hidden``."""
+        return 0 if self.hidden is None else self.hidden.shape[0]
+
     def thinned(self, rows: torch.Tensor) -> ForwardBatch:
         """Only these tokens (int64, rising), at least one of each sequence, whose positions may have gaps then:
         attention must be told them. Logits can only be wanted of these rows."""
@@ -159,6 +166,7 @@ class ForwardBatch:
             block_tables=self.block_tables[sequences],
             slots=self.slots[rows],
             logit_rows=places[self.logit_rows],
+            hidden=self.hidden,
             adapters=None if self.adapters is None else self.adapters[rows],
             reuse=None if self.reuse is None else self.reuse.of(rows),
             pages=None if self.pages is None else self.pages.of(sequences, rows),

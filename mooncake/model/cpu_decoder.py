@@ -66,9 +66,9 @@ class _Step(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _POINTER) for name in ("tokens", "positions", "slots", "logit_rows")),
         *((name, _POINTER) for name in ("query_starts", "context_lens", "block_tables", "adapters")),
-        *((name, _POINTER) for name in ("places", "entering", "leaving")),
+        *((name, _POINTER) for name in ("places", "entering", "leaving", "hidden")),
         *((name, _LONG) for name in ("table_stride", "num_tokens", "num_sequences", "num_logits", "num_groups")),
-        *((name, _LONG) for name in ("first_layer", "last_layer")),
+        *((name, _LONG) for name in ("first_layer", "last_layer", "num_hidden")),
     ]
 
 
@@ -131,6 +131,7 @@ class CpuDecoder:
         self._adapters: dict[int, _PackedAdapter] = {}
         self._adapter_table = (_POINTER * 0)()
         self._kept_layers = (_LONG * len(kept))(*kept)
+        self._final_norm = vector(weight(weights, "model.norm.weight"), kernels)
         self._decoder = self._described(config, weights, places)
 
     def _described(self, config: ModelConfig, weights: Weights, places: range) -> _Decoder:
@@ -201,7 +202,7 @@ class CpuDecoder:
         """As ``LayerByLayer.forward``."""
         step = self._step(batch, entering, leaving, layers)
         area = _area(cache)
-        logits = self._results.take(step.num_logits, self._vocab)
+        logits = self._results.take(step.num_logits - step.num_hidden, self._vocab)
         told = _LibraryHook(hook)
         status = self._forward(
             ctypes.addressof(self._decoder),
@@ -217,6 +218,8 @@ class CpuDecoder:
         if told.error is not None:
             raise told.error
         check(status)
+        if batch.hidden is not None:
+            batch.hidden.copy_(self._kernels.rms_norm(batch.hidden, self._final_norm, self._decoder.eps))
         return logits
 
     def _step(
@@ -241,6 +244,7 @@ class CpuDecoder:
             None if pages is None else pages.places.data_ptr(),
             None if entering is None else entering.data_ptr(),
             None if leaving is None else leaving.data_ptr(),
+            None if batch.hidden is None else batch.hidden.data_ptr(),
             tables.stride(-2),
             batch.tokens.shape[0],
             batch.num_sequences,
@@ -248,6 +252,7 @@ class CpuDecoder:
             1 if pages is None else slots.shape[0],
             0 if layers is None else layers[0],
             self._last_layer if layers is None else layers[-1],
+            batch.num_hidden,
         )
 
 

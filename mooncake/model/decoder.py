@@ -212,8 +212,16 @@ class Decoder(ABC):
         """The residual stream after layer ``index``; must call ``step.attend`` once."""
 
     @abstractmethod
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[R, V]`` from the wanted rows ``[R, hidden]``."""
+    def _final(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The wanted rows ``[R, hidden]`` of the residual stream behind the final norm."""
+
+    @abstractmethod
+    def _logits(self, final: torch.Tensor) -> torch.Tensor:
+        """``[R, V]`` of what ``_final`` gives."""
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
 
     @torch.inference_mode()
     def forward(
@@ -250,7 +258,13 @@ class Decoder(ABC):
         if leaving is not None:
             leaving.copy_(hidden)
             return torch.empty((0, self.config.vocab_size))
-        return self._logits(hidden[step.batch.logit_rows]).float()
+        final = self._final(hidden[step.batch.logit_rows])
+        if batch.hidden is not None:
+            batch.hidden.copy_(final[len(final) - batch.num_hidden :])
+            final = final if self.is_part else final[: len(final) - batch.num_hidden]
+        if not len(final):
+            return torch.empty((0, self.config.vocab_size), device=final.device)
+        return self._logits(final).float()
 
     # For _build
 

@@ -128,8 +128,9 @@ def embedding_and_head(
     weights: Weights, config: ModelConfig, places: range, linear: Callable[[Matrix], T]
 ) -> tuple[T | None, T | None]:
     """For a stage with the layers ``places``: the stage with the first layer embeds, the one with the last layer
-    computes logits. If a model has one matrix for both, they share the product. Raises ModelError if it is missing."""
-    embeds, has_head = places.start == 0, places.stop == config.num_layers
+    computes logits, if the model does. If it has one matrix for both, they share the product. Raises ModelError if one
+    is missing."""
+    embeds, has_head = places.start == 0, places.stop == config.num_layers and config.has_head
     is_tied = config.tie_embeddings
     embedding = linear(matrix(weights, "model.embed_tokens.weight")) if embeds or (has_head and is_tied) else None
     head = embedding if is_tied or not has_head else linear(matrix(weights, "lm_head.weight"))

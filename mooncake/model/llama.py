@@ -87,6 +87,7 @@ class CausalLM:
                 self._kept,
                 reduce or _as_it_is,
                 lambda source: complete(kernels.linear(source, None, coding)),
+                is_part=reduce is not None,
             )
         for place, adapter in enumerate(adapters):
             self.adapter_places.put(place, self.adapter_places.prepare(adapter))
@@ -95,6 +96,10 @@ class CausalLM:
     def adapter_places(self) -> AdapterPlaces:
         """For adapters beside those that it was built with, which have the first places."""
         return self.decoder.adapters if isinstance(self.decoder, LayerByLayer) else self.decoder
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
 
     @cached_property
     def turns(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +116,8 @@ class CausalLM:
         leaving: torch.Tensor | None = None,
         attention: Attention | None = None,
     ) -> torch.Tensor:
-        """Compute one step; returns float32 logits ``[R, V]`` of ``batch.logit_rows``.
+        """Compute one step; returns float32 logits ``[R, V]`` of ``batch.logit_rows``, but for those of which it writes
+        the ``hidden`` states (a rank has rows of theirs, too, which mean nothing).
 
         ``cache`` is ``[N, layers, 2, Hkv, block_tokens, D]``. Afterwards it contains keys and values of all of the
         batch's tokens. Exceptions of the hook propagate, and the cache then contains part of the step. ``attention``
@@ -159,11 +165,14 @@ class LayerByLayer:
         kept: KeptInputs,
         reduce: Callable[[torch.Tensor], torch.Tensor],
         vocabulary: Callable[[Matrix], Linear],
+        *,
+        is_part: bool,
     ) -> None:
         """``places`` are the indices of ``layers`` in the model: all, or a stage's. ``tables`` are those of every layer
-        of the model. ``vocabulary`` makes a product of the embedding table and of the head. Raises ModelError when a
-        weight is missing."""
+        of the model. ``vocabulary`` makes a product of the embedding table and of the head. ``is_part``: other ranks
+        have the rest of the model. Raises ModelError when a weight is missing."""
         self._config = config
+        self._is_part = is_part
         self._kernels = kernels
         self._places = places
         self._tables = tables
@@ -237,8 +246,14 @@ class LayerByLayer:
         if leaving is not None:
             leaving.copy_(residual)
             return torch.empty((0, self._config.vocab_size))
+        normed = normed if is_narrowed else normed[step.batch.logit_rows]
+        if batch.hidden is not None:
+            batch.hidden.copy_(normed[len(normed) - batch.num_hidden :])
+            normed = normed if self._is_part else normed[: len(normed) - batch.num_hidden]
+        if not len(normed):
+            return torch.empty((0, self._config.vocab_size), device=normed.device)
         assert self._head is not None, "a stage with layers behind it gives no logits"
-        return self._head(normed if is_narrowed else normed[step.batch.logit_rows]).float()
+        return self._head(normed).float()
 
     def _behind_attention(
         self, index: int, mixed: torch.Tensor, residual: torch.Tensor, rows: Rows, next_norm: torch.Tensor

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from mooncake.errors import InvalidRequest, shown
+from mooncake.errors import BrokenPeer, InvalidRequest, shown
+from mooncake.pooling import Pooling, Vector
 from mooncake.rpc import common_pb2 as pb
 from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
@@ -203,6 +204,28 @@ def check_scores(num_tokens: int, num_top: int, most_bytes: int) -> None:
     if num_tokens > most:
         sentence = f"prompt_logprobs of {num_top} is for prompts of at most {most} tokens, this one has {num_tokens}"
         raise InvalidRequest(sentence, "prompt_logprobs")
+
+
+def pooling_from_wire(name: str) -> Pooling | None:
+    """Raises InvalidRequest."""
+    try:
+        return Pooling(name) if name else None
+    except ValueError:
+        raise InvalidRequest(f"hidden states cannot be pooled by {shown(name)}", "pooling") from None
+
+
+def vector_to_wire(vector: Vector) -> bytes:
+    return vector.astype("<f4").tobytes()
+
+
+def vector_from_wire(data: bytes) -> Vector:
+    """Raises BrokenPeer for what is no vector of finite numbers."""
+    if not data or len(data) % 4:
+        raise BrokenPeer(f"{len(data)} bytes are no vector")
+    vector = np.frombuffer(data, "<f4").astype(np.float32)
+    if not np.isfinite(vector).all():
+        raise BrokenPeer("a vector has numbers that are not finite")
+    return vector
 
 
 def segment_to_wire(address: SegmentAddress) -> pb.SegmentAddress:

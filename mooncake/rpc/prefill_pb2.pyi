@@ -59,6 +59,7 @@ class PrefillRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     ADAPTER_START_FIELD_NUMBER: _builtins.int
     POOL_TOKENS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     handoff_id: _builtins.str
     epoch: _builtins.int
@@ -79,6 +80,8 @@ class PrefillRequest(_message.Message):
     """Of the leading tokens, how many to read from the pool at most: reading more is predicted to be slower than computing
     it. Unset: all that the pool holds.
     """
+    pooling: _builtins.str
+    """"last", "mean": an embedding is wanted in place of an answer; empty: an answer"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -101,10 +104,11 @@ class PrefillRequest(_message.Message):
         adapter: _builtins.str = ...,
         adapter_start: _builtins.int = ...,
         pool_tokens: _builtins.int | None = ...,
+        pooling: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "pool_tokens", b"pool_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "adapter", b"adapter", "adapter_start", b"adapter_start", "cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pool_tokens", b"pool_tokens", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "adapter", b"adapter", "adapter_start", b"adapter_start", "cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pool_tokens", b"pool_tokens", "pooling", b"pooling", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pool_tokens: _TypeAlias = _typing.Literal["pool_tokens"]  # noqa: Y015
     _WhichOneofArgType__pool_tokens: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens"]  # noqa: Y015
@@ -120,8 +124,11 @@ class PrefillResponse(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     EARLY_REPORT_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    pooled: _builtins.bytes
+    """float32 little-endian: the hidden states pooled as asked for, in place of tokens"""
     choice: _builtins.int
     """whose token it is, when the request has several answers"""
     finish_reason: _builtins.str
@@ -147,14 +154,15 @@ class PrefillResponse(_message.Message):
         report: _common_pb2.PrefillReport | None = ...,
         prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
         early_report: _common_pb2.PrefillReport | None = ...,
+        pooled: _builtins.bytes = ...,
         choice: _builtins.int = ...,
         finish_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["early_report", b"early_report", "event", b"event", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["early_report", b"early_report", "event", b"event", "first_token", b"first_token", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "early_report", b"early_report", "event", b"event", "finish_reason", b"finish_reason", "first_token", b"first_token", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "early_report", b"early_report", "event", b"event", "finish_reason", b"finish_reason", "first_token", b"first_token", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "report", "prompt_logprobs", "early_report"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["first_token", "report", "prompt_logprobs", "early_report", "pooled"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 

@@ -43,8 +43,10 @@ class Tokenizer:
         template: str = "",
         prefix: str = "",
         stripping: Collection[str] = (),
+        end_ids: Sequence[int] = (),
     ) -> None:
-        """``backend`` must have special tokens disabled in encoding. ``bos_ids`` are put before plain prompts.
+        """``backend`` must have special tokens disabled in encoding. ``bos_ids`` are put before plain prompts, and
+        ``end_ids`` behind texts that are whole (``ended``).
         ``named_tokens`` are those that the chat ``template``, its Jinja source ("": none), knows by name: bos_token, …
 
         ``prefix``, "" or a space, is put before every text that ``backend`` encodes, and before each run of a rendered
@@ -62,6 +64,7 @@ class Tokenizer:
         names = sorted(control_ids, key=len, reverse=True)  # of two that begin alike, the longer one is meant
         self._control_names = re.compile("|".join(map(re.escape, names)) or "(?!)")
         self._bos = np.array(bos_ids, dtype=np.uint32)
+        self._end = np.array(end_ids, dtype=np.uint32)
         self.named_tokens = dict(named_tokens)
         self._template = self._compiled(template) if template else None
         self._added = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -93,6 +96,11 @@ class Tokenizer:
         false. Raises InvalidRequest."""
         ids = self._text_ids(self._prefix + text if text else "", self._backend)
         return np.concatenate([self._bos, ids]) if add_special and len(self._bos) else ids
+
+    def ended(self, ids: TokenIds) -> TokenIds:
+        """A text's ids, and behind them what the model expects at the end of a text that nothing follows, such as one
+        that is embedded."""
+        return np.concatenate([ids, self._end]) if len(self._end) else ids
 
     def encode_rendered(self, text: str, add_special: bool = True) -> TokenIds:
         """As ``encode``, for text in which control tokens are what they spell: whoever sends it has rendered it. A
@@ -255,13 +263,13 @@ def tokenizer_from_hf(folder: Path, eos_ids: Sequence[int], template: str = "") 
     special = {i: token for i, token in backend.get_added_tokens_decoder().items() if token.special}
     control_ids = {token.content: i for i, token in special.items()}
     stripping = [token.content for token in special.values() if token.rstrip]
-    bos_ids = _leading_ids(backend)
+    bos_ids, end_ids = _surrounding_ids(backend)
     backend.encode_special_tokens = True
     named = {
         name: token for name in ("bos_token", "eos_token", "unk_token", "pad_token") if (token := _named(config, name))
     }
     source = template or _hf_template(folder, config)
-    return Tokenizer(backend, control_ids, bos_ids, eos_ids, named, source, stripping=stripping)
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, named, source, stripping=stripping, end_ids=end_ids)
 
 
 def _hf_backend(folder: Path, config: Mapping[str, object]) -> tokenizers.Tokenizer:
@@ -281,12 +289,13 @@ def _hf_backend(folder: Path, config: Mapping[str, object]) -> tokenizers.Tokeni
     return backend
 
 
-def _leading_ids(backend: tokenizers.Tokenizer) -> list[int]:
-    """Ids that the post-processor puts before a text."""
+def _surrounding_ids(backend: tokenizers.Tokenizer) -> tuple[list[int], list[int]]:
+    """Ids that the post-processor puts before a text, and behind it."""
     text = backend.encode("a", add_special_tokens=False).ids
     whole = backend.encode("a", add_special_tokens=True).ids
     starts = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
-    return list(whole[: next(starts, 0)])
+    start = next(starts, None)
+    return ([], []) if start is None else (list(whole[:start]), list(whole[start + len(text) :]))
 
 
 def _hf_template(folder: Path, config: Mapping[str, object]) -> str:

@@ -74,18 +74,31 @@ class Intake:
         """The call, and its fields as the API's own type. Raises like ``decode``, NotFound for an unknown model, and
         Overloaded, before anything is decoded, when no request has room."""
         arrived_at = self.pipeline.now()
-        self.pipeline.check_open()
-        raw = await read_json_body(request)
-        self.pipeline.check_room()
-        body, ignored = decode_request(raw, form)
+        body, ignored = await self.take(request, form)
         self.pipeline.model.adapter_of(body.model or "")
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("stream_options is only allowed when stream is true", "stream_options")
         answer_id = f"{id_prefix}{body.request_id or uuid.uuid4().hex}"
-        trace = self.pipeline.begin_trace(lambda: request.headers, answer_id, body.model or "", arrived_at)
+        trace = self.trace(request, answer_id, body.model, arrived_at)
+        return Call(request, body, arrived_at, answer_id, int(time.time()), warning(ignored), trace), body
+
+    async def take(self, request: Request, form: type[R]) -> tuple[R, list[str]]:
+        """As ``decode``, for what will take a place. Raises Overloaded, before anything is decoded, when there is
+        none."""
+        self.pipeline.check_open()
+        raw = await read_json_body(request)
+        self.pipeline.check_room()
+        return decode_request(raw, form)
+
+    def trace(self, request: Request, answer_id: str, model: str | None, arrived_at: float) -> CallTrace | None:
+        trace = self.pipeline.begin_trace(lambda: request.headers, answer_id, model or "", arrived_at)
         if trace is not None:
             request.scope[TRACE] = trace
-        return Call(request, body, arrived_at, answer_id, int(time.time()), warning(ignored), trace), body
+        return trace
+
+    def deadline(self, arrived_at: float) -> float:
+        """Of a request that arrived then, in seconds of the same clock."""
+        return arrived_at + self._request_timeout_s
 
     async def encode(self, conversation: Conversation, keep: Keep | None = None) -> TokenIds:
         """A chat's prompt, or its tokens to ``keep``. Raises like ``Prompts.encode_chat``."""
@@ -139,7 +152,7 @@ class Intake:
             tokens,
             sampling,
             request_id=f"{call.answer_id}-{number}",
-            deadline=call.arrived_at + self._request_timeout_s,
+            deadline=self.deadline(call.arrived_at),
             arrived_at=call.arrived_at,
             stop=stop_strings(call.fields.stop),
             include_stop=bool(call.fields.include_stop_str_in_output),

@@ -5,7 +5,7 @@ Without it a client would only learn that a path is unknown, and look for a spel
 
 from __future__ import annotations
 
-_EMBEDDINGS = "embeddings, pooling, scores and rerankings are not computed here: models generate text"
+_CLASSES = "models generate texts and embed them (POST /v1/embeddings); they have no heads for classes and scores"
 _MEDIA = "neither audio nor images are read or made here: models take and generate text"
 _CONVERSATIONS = (
     "conversations are not stored here: they come with each request, or, where conductor.stored_responses_mb keeps "
@@ -24,8 +24,9 @@ _SCALE = "nodes join and leave a cluster as they start and stop; GET /status.jso
 _RENDER = "POST /tokenize renders a chat and tells its tokens; return_prompt_text of a chat adds the text to its answer"
 
 _SENTENCES = {
-    ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", "/v1/classify"): _EMBEDDINGS,
-    ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"): _EMBEDDINGS,
+    ("/pooling", "/classify", "/v1/classify"): _CLASSES,
+    ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"): _CLASSES,
+    ("/v2/embed", "/embed", "/embeddings"): "POST /v1/embeddings embeds texts, in OpenAI's form",
     ("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"): _MEDIA,
     ("/v1/files", "/v1/batches", "/v1/uploads", "/v1/messages/batches"): _STORED,
     ("/v1/assistants", "/v1/threads", "/v1/conversations"): _CONVERSATIONS,

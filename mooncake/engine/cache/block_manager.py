@@ -93,7 +93,7 @@ class BlockManager:
         there is room for that beside ``spare`` blocks.
         """
         sequence.extend_keys(self._block_tokens)
-        if sequence.is_scoring:
+        if sequence.computes_all:
             return 0
         usable = len(sequence.block_keys)
         if self.groups.has_states:  # the last token cannot be computed again

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from mooncake.engine.cache.kv_cache import HERE, Arrival, KVCache, own_memory
-from mooncake.engine.contract import AsyncModel, CausalModel, HasVocabulary, StartedStep
+from mooncake.engine.contract import AsyncModel, CausalModel, HasVocabulary, HiddenStateModel, StartedStep
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
 from mooncake.kernels.gpu.kernels import copy_pages
 from mooncake.model.batch import ForwardBatch, LayerHook
@@ -178,6 +178,10 @@ class SettledModel:
     @property
     def config(self) -> HasVocabulary:
         return self._model.config
+
+    @property
+    def hidden_size(self) -> int:
+        return self._model.hidden_size if isinstance(self._model, HiddenStateModel) else 0
 
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         with self._settled_after_failure():

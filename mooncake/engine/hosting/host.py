@@ -35,6 +35,7 @@ from mooncake.guides import Guides
 from mooncake.hashing import Chain, chunk_seed, kv_fingerprint
 from mooncake.kernels.cpu_threads import use_threads
 from mooncake.model.pages import Mappable
+from mooncake.pooling import Pooling
 from mooncake.rpc import cluster_pb2 as pb
 from mooncake.sampling import SamplingParams
 from mooncake.types import KVLayout, TokenIds
@@ -196,6 +197,7 @@ class EngineHost:
         hold_blocks: bool = False,
         priority: int = 0,
         adapter: str = "",
+        pooling: Pooling | None = None,
     ) -> Sequence:
         """A sequence for this engine. ``chain`` names its blocks; ``adapter`` is a digest, and acts from token
         ``chain.start`` on. Raises InvalidRequest, ContextTooLong or NotFound when it can never run here."""
@@ -214,6 +216,7 @@ class EngineHost:
             priority=priority,
             adapter=-1 if loaded is None else loaded.place,
             adapter_held=loaded,
+            pooling=pooling,
         )
 
     def load(self) -> pb.Load:

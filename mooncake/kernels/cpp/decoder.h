@@ -42,7 +42,8 @@ struct Step {
     const int32_t* places;    // (group, row of its pages) of each cache layer; null: only one group
     const float* entering;    // [num_tokens][hidden]: the residual stream before the first layer; null: tokens are embedded
     float* leaving;           // the same after the last layer; null: logits are wanted
-    int64_t table_stride, num_tokens, num_sequences, num_logits, num_groups, first_layer, last_layer;
+    float* hidden;            // [num_hidden][hidden]: the same of the last rows of logit_rows, in place of their logits
+    int64_t table_stride, num_tokens, num_sequences, num_logits, num_groups, first_layer, last_layer, num_hidden;
 };
 
 struct Cache {
@@ -125,7 +126,10 @@ public:
             return OK;
         }
         if (!is_narrowed) keep_rows(residual_, hidden);
-        multiply(*model_.head, residual_, step_.num_logits, model_.final_norm, {Then::STORE, logits, model_.vocab});
+        rows = step_.num_logits - step_.num_hidden;
+        if (step_.num_hidden)
+            std::memcpy(step_.hidden, residual_ + rows * hidden, step_.num_hidden * hidden * sizeof(float));
+        if (rows) multiply(*model_.head, residual_, rows, model_.final_norm, {Then::STORE, logits, model_.vocab});
         return OK;
     }
 

@@ -88,8 +88,8 @@ class NanoChat(_WithPlainNorms):
         layer, plain = self._layers[index], self._ones[: self.config.head_dim]
         return layer.output(step.attend(index, layer.qkv(hidden), plain, plain))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return capped(super()._logits(hidden), self.config.logit_cap)
+    def _logits(self, final: torch.Tensor) -> torch.Tensor:
+        return capped(super()._logits(final), self.config.logit_cap)
 
 
 class HyperClova(Dense):

@@ -122,9 +122,12 @@ class GatedDecoder(Decoder, Generic[Layer]):
     def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return self.kernels.rms_norm(hidden, weight, self.config.rms_eps)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._norm(hidden, self._final_norm)
+
+    def _logits(self, final: torch.Tensor) -> torch.Tensor:
         assert self._head is not None, "a stage with layers behind it gives no logits"
-        logits, divisor = self._head(self._norm(hidden, self._final_norm)), self.config.logit_divisor
+        logits, divisor = self._head(final), self.config.logit_divisor
         return logits if divisor == 1.0 else logits / divisor
 
 

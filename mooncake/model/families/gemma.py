@@ -56,8 +56,11 @@ class GemmaDecoder(Decoder):
         rows = self._embedding.rows(batch.tokens)
         return rows * self._embedding_scale.to(rows.dtype)
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return capped(self._head(self._norm(hidden, self._final_norm)), self.config.logit_cap)
+    def _final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._norm(hidden, self._final_norm)
+
+    def _logits(self, final: torch.Tensor) -> torch.Tensor:
+        return capped(self._head(final), self.config.logit_cap)
 
 
 class Gemma(GemmaDecoder):

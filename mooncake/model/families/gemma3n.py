@@ -130,11 +130,11 @@ class Gemma3n(LateGemma):
         shares = streams.correction(self._modes(streams, changed)) + 1
         return predicted + shares[:, :, None] * (changed - predicted[:, 0])[:, None]
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _final(self, hidden: torch.Tensor) -> torch.Tensor:
         first = hidden[:, 0]
         power, others = first.square().mean(-1, keepdim=True), hidden[:, 1:].unbind(1)
         back = (_scaled_to(power, turn(other.contiguous())) for turn, other in zip(self._back, others, strict=True))
-        return super()._logits(torch.stack([first, *back]).mean(0))
+        return super()._final(torch.stack([first, *back]).mean(0))
 
 
 def _scaled_to(power: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -92,8 +92,11 @@ class Gpt(Decoder):
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
         return layer.down(self._activation(layer.up(layer.mlp_norm(hidden))))
 
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self._final_norm(hidden))
+    def _final(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._final_norm(hidden)
+
+    def _logits(self, final: torch.Tensor) -> torch.Tensor:
+        return self._head(final)
 
 
 class GptBigCode(Gpt):

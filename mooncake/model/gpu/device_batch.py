@@ -51,8 +51,10 @@ class DeviceBatches:
         return pinned.to(self._device, non_blocking=True)
 
     def of(self, batch: ForwardBatch, block_tokens: int) -> ForwardBatch:
-        """``batch``, which is on the host, with the runs of its states."""
-        given = {name: getattr(batch, name) for name in ForwardBatch.__slots__ if name not in ("pages", "runs")}
+        """``batch``, which is on the host, with the runs of its states; ``hidden`` stays there."""
+        given = {
+            name: getattr(batch, name) for name in ForwardBatch.__slots__ if name not in ("hidden", "pages", "runs")
+        }
         moved: dict[str, Any] = {name: self.moved(part.numpy()) for name, part in given.items() if part is not None}
         if batch.pages is not None:
             tables, slots = (self.moved(part.numpy()) for part in (batch.pages.block_tables, batch.pages.slots))
@@ -61,7 +63,7 @@ class DeviceBatches:
             group: in_chunks(runs, lambda part: self.moved(part.numpy()))
             for group, runs in self._runs(batch, block_tokens).items()
         }
-        return ForwardBatch(**moved)
+        return ForwardBatch(**moved, hidden=batch.hidden)
 
     def _runs(self, batch: ForwardBatch, block_tokens: int) -> dict[int, Runs]:
         """By group of states."""

@@ -164,6 +164,10 @@ class GpuModel:
         return self._model.config
 
     @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
     def max_async_sequences(self) -> int:
         """None if layers keep states: a step that is discarded is computed again, and they take a token in once."""
         if self._stateful:
@@ -243,7 +247,8 @@ class GpuModel:
         """Whether this step is the replay of a graph; the others run kernel by kernel."""
         size = batch.num_sequences
         decodes_only = len(batch.tokens) == size == len(batch.logit_rows)
-        is_plain = decodes_only and batch.adapters is None  # adapters differ from step to step: kernel by kernel
+        # Adapters differ from step to step, and so do hidden states that are wanted: kernel by kernel.
+        is_plain = decodes_only and batch.adapters is None and batch.hidden is None
         is_captured = is_plain and not hook.wants_layers and bool(self._buckets) and size <= self._buckets[-1]
         return is_captured and not self._is_cascade(batch, cache)
 

@@ -77,7 +77,7 @@ class ContextParallelModel:
     """``engine.CausalModel`` over ``setup.size`` processes. Close it; otherwise the other ranks end when it is
     collected.
 
-    The first rank computes batches with adapters or reuse alone.
+    The first rank computes batches with adapters, reuse or hidden states alone.
     """
 
     def __init__(self, model: CausalLM | Decoder, setup: Setup, checkpoint: Checkpoint) -> None:
@@ -99,10 +99,15 @@ class ContextParallelModel:
             self.workers.end()
             raise
 
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``. Raises NodeUnavailable when a rank has died. After that, or after an interrupt, the
         first rank computes later steps alone."""
-        if not self.workers.are_alive or batch.adapters is not None or batch.reuse is not None:
+        is_for_one = batch.adapters is not None or batch.reuse is not None or batch.hidden is not None
+        if is_for_one or not self.workers.are_alive:
             return self._model.forward(batch, cache, hook)
         plan = self._rank.plan(batch)
         if not plan.num_cut:

@@ -128,6 +128,10 @@ class TensorParallelModel:
             self._workers.end()
             raise
 
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
         """As ``CausalLM.forward``, over the cache shared by all ranks. When it returns or raises, no rank touches it.
 

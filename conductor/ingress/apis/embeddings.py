@@ -1,0 +1,188 @@
+"""OpenAI's embeddings: texts or token ids in, a vector for each out.
+
+Each text is a request of its own to the core, which has a prefill node compute it; there is no answer, and so no decode
+node. Here are the fields, the wording, and the last arithmetic: dimensions that are cut away, and the length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from conductor.ingress.answers import Outcome, Piece
+from conductor.ingress.apis.intake import Intake, warning
+from conductor.ingress.apis.openai_answers import PromptTokensDetails
+from conductor.ingress.apis.openapi import Post
+from conductor.ingress.http.errors import guarded, json_response
+from conductor.ingress.http.request import unless_gone
+from mooncake.errors import InternalError, InvalidRequest, shown
+from mooncake.pooling import PoolingSettings, Vector, check_dimensions
+from mooncake.sampling import SamplingParams
+from mooncake.types import TokenIds
+
+MAX_INPUTS = 2048  # of one request, as in OpenAI's API
+AT_ONCE = 32  # of these; the others wait, so that one request does not fill every queue
+FORMATS = ("float", "base64")
+
+_NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """None means "not given"."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: str | None = None  # of vectors: float (None) or base64, of little-endian float32
+    dimensions: int | None = None  # of each; None: all
+    user: str | None = None
+    add_special_tokens: bool | None = None  # what the model expects around a text; None: true. These are vLLM's
+    request_id: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None  # lower runs first
+
+
+class Embedding(msgspec.Struct, frozen=True):
+    index: int
+    embedding: list[float] | str
+    object: str = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Embeddings(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+    object: str = "list"
+
+
+class EmbeddingsApi:
+    """The handler returns a response, whatever the input."""
+
+    def __init__(self, intake: Intake, max_requests: int) -> None:
+        """``max_requests`` run at once in the whole cluster."""
+        self._intake = intake
+        self._pipeline = intake.pipeline
+        self._prompts = intake.prompts
+        self._at_once = min(AT_ONCE, max_requests)
+
+    def routes(self) -> list[Route]:
+        return [Post("/v1/embeddings", guarded(self.embed), EmbeddingRequest)]
+
+    async def embed(self, request: Request) -> Response:
+        arrived_at = self._pipeline.now()
+        body, ignored = await self._intake.take(request, EmbeddingRequest)
+        model = self._pipeline.model
+        model.adapter_of(body.model or "")
+        settings = self._settings()
+        check_dimensions(body.dimensions, model.hidden_size)
+        if body.encoding_format not in (None, *FORMATS):
+            what = f"encoding_format is float or base64, got {shown(body.encoding_format)}"
+            raise InvalidRequest(what, "encoding_format")
+        if body.cache_salt == "":
+            raise InvalidRequest("cache_salt is empty, and separates nothing: leave it out", "cache_salt")
+        inputs = await self._inputs_of(body.input, body.add_special_tokens is not False)
+        answer_id = f"embd-{body.request_id or uuid.uuid4().hex}"
+        trace = self._intake.trace(request, answer_id, body.model, arrived_at)
+        headers = request.headers
+        jobs = [
+            self._pipeline.job(
+                tokens,
+                _NO_ANSWER,
+                request_id=f"{answer_id}-{number}",
+                deadline=self._intake.deadline(arrived_at),
+                arrived_at=arrived_at,
+                salt=body.cache_salt or "",
+                session=headers.get("x-session-affinity") or headers.get("x-correlation-id") or body.user or "",
+                priority=body.priority or 0,
+                model=body.model or "",
+                trace=trace,
+                pooling=settings.kind,
+            )
+            for number, tokens in enumerate(inputs)
+        ]
+        vectors: dict[int, Vector] = {}
+        outcomes: list[Outcome] = []
+
+        async def take(number: int, piece: Piece) -> None:
+            if piece.outcome is not None and piece.pooled is not None:
+                vectors[number] = settings.embedding(piece.pooled, body.dimensions)
+                outcomes.append(piece.outcome)
+
+        await unless_gone(request.receive, self._pipeline.run(jobs, take, self._at_once))
+        if len(vectors) < len(jobs):
+            raise InternalError("an input has ended without a vector")
+        usage = _usage_of(outcomes)
+        return await asyncio.to_thread(self._answer, body, answer_id, vectors, usage, warning(ignored))
+
+    def _settings(self) -> PoolingSettings:
+        """Raises InvalidRequest for a model that cannot embed texts."""
+        pooling = self._pipeline.model.pooling
+        if isinstance(pooling, str):
+            raise InvalidRequest(f"this model does not embed texts here: {pooling}", "model")
+        return pooling
+
+    async def _inputs_of(self, given: str | list[str | int | list[int]], add_special: bool) -> list[TokenIds]:
+        """The four forms OpenAI allows: a text, texts, token ids, or lists of those. Raises InvalidRequest,
+        ContextTooLong."""
+        if isinstance(given, str):
+            return [await self._prompts.encode_whole(given, "input", add_special)]
+        if not given:
+            raise InvalidRequest("the input is empty", "input")
+        if ids := [item for item in given if isinstance(item, int)]:
+            if len(ids) < len(given):
+                raise InvalidRequest("an input mixes token ids with something else", "input")
+            return [self._prompts.check_tokens(ids, "input", num_answer=0)]
+        if len(given) > MAX_INPUTS:
+            raise InvalidRequest(f"at most {MAX_INPUTS} inputs are allowed, got {len(given)}", "input")
+        inputs = []
+        for number, item in enumerate(given):
+            param = f"input[{number}]"
+            if isinstance(item, str):
+                inputs.append(await self._prompts.encode_whole(item, param, add_special))
+            elif isinstance(item, list):
+                inputs.append(self._prompts.check_tokens(item, param, num_answer=0))
+        return inputs
+
+    def _answer(
+        self,
+        body: EmbeddingRequest,
+        answer_id: str,
+        vectors: Mapping[int, Vector],
+        usage: EmbeddingUsage,
+        headers: dict[str, str],
+    ) -> Response:
+        """In a thread: thousands of vectors are many numbers."""
+        worded = _as_base64 if body.encoding_format == "base64" else _as_numbers
+        data = [Embedding(number, worded(vectors[number])) for number in range(len(vectors))]
+        model = body.model or self._pipeline.model.name
+        return json_response(Embeddings(answer_id, int(time.time()), model, data, usage), headers=headers)
+
+
+def _as_numbers(vector: Vector) -> list[float]:
+    numbers: list[float] = vector.tolist()
+    return numbers
+
+
+def _as_base64(vector: Vector) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def _usage_of(outcomes: Sequence[Outcome]) -> EmbeddingUsage:
+    num_tokens = sum(outcome.usage.prompt_tokens for outcome in outcomes)
+    num_cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
+    return EmbeddingUsage(num_tokens, num_tokens, PromptTokensDetails(num_cached))

@@ -1,0 +1,87 @@
+"""How the last hidden states of a text become its embedding: which of them, and whether its length becomes 1.
+
+Torch-free. A folder says so in the files of sentence-transformers (``modules.json``, ``1_Pooling/config.json``);
+where there are none, the last token's state is normalised, as vLLM does for models that generate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mooncake.errors import InvalidRequest, ModelError, shown
+from mooncake.json_file import read_json, read_json_list
+
+Vector = npt.NDArray[np.float32]
+
+_MODES = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean": "mean",
+}
+
+
+class Pooling(StrEnum):
+    LAST = "last"  # the last token's state: what comes before it may be reused
+    MEAN = "mean"  # of all tokens: each is computed, for nobody keeps the states of cached ones
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingSettings:
+    """Of one model."""
+
+    kind: Pooling = Pooling.LAST
+    is_normalised: bool = True  # L2
+
+    def embedding(self, pooled: Vector, dimensions: int | None = None) -> Vector:
+        """``[D]`` of the pooled states ``[hidden]``: the first ``dimensions`` (Matryoshka representations, Kusupati et
+        al. 2022; None: all), of length 1 if the model's are."""
+        vector = pooled[:dimensions]
+        length = float(np.linalg.norm(vector.astype(np.float64))) if self.is_normalised else 1.0
+        return (vector / max(length, 1e-12)).astype(np.float32)
+
+
+LAST_TOKEN = PoolingSettings()
+"""Of models that say nothing of it."""
+
+
+def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
+    """Raises InvalidRequest for more than an embedding has."""
+    if dimensions is not None and not 1 <= dimensions <= hidden_size:
+        what = f"dimensions must be between 1 and {hidden_size}, the size of this model's embeddings"
+        raise InvalidRequest(f"{what}, got {shown(dimensions)}", "dimensions")
+
+
+def read_pooling(folder: Path) -> PoolingSettings:
+    """Raises ModelError for what is not supported, or for broken files."""
+    modules = folder / "modules.json"
+    if not modules.exists():
+        return LAST_TOKEN
+    kind, is_normalised = Pooling.LAST, False
+    for module in read_json_list(modules):
+        name = str(module.get("type", "")).rpartition(".")[2]
+        if name == "Pooling":
+            kind = _kind(folder, module)
+        elif name == "Normalize":
+            is_normalised = True
+        elif name != "Transformer":
+            raise ModelError(f"{modules} has a module {shown(name)} behind the model, which is not computed here")
+    return PoolingSettings(kind, is_normalised)
+
+
+def _kind(folder: Path, module: Mapping[str, object]) -> Pooling:
+    path = folder / str(module.get("path", "")) / "config.json"
+    if folder.resolve() not in path.resolve().parents:
+        raise ModelError(f"{folder / 'modules.json'} names a folder that is not the model's: {path}")
+    config = read_json(path)
+    modes = [name for name, value in config.items() if name.startswith("pooling_mode") and value is True]
+    named = config.get("pooling_mode")  # newer files name it
+    modes += [f"pooling_mode_{named}"] if isinstance(named, str) else []
+    if len(modes) != 1 or modes[0] not in _MODES:
+        raise ModelError(f"{path} asks for {' and '.join(modes) or 'no pooling'}: known are {', '.join(_MODES)}")
+    return Pooling(_MODES[modes[0]])
