@@ -191,6 +191,31 @@ class Client:
         request = _request(prompt, messages, token_ids, sampling, stop, cache_salt, request_id, priority, model)
         return self._chunks(request, session, timeout_s)
 
+    def embed(
+        self,
+        text: str | None = None,
+        *,
+        token_ids: Sequence[int] | None = None,
+        dimensions: int | None = None,
+        cache_salt: str = "",
+        request_id: str = "",
+        priority: int = 0,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> list[float]:
+        """The embedding of exactly one of ``text`` and ``token_ids``: its first ``dimensions`` (None: all)."""
+        if (text is None) == (token_ids is None):
+            raise InvalidRequest("give exactly one of text and token_ids", "text")
+        with _refusing_what_cannot_be_sent():
+            request = pb.EmbedRequest(
+                request_id=request_id, model=model, dimensions=dimensions, cache_salt=cache_salt, priority=priority
+            )
+            if text is not None:
+                request.text = text
+            else:
+                request.token_ids.ids.extend(token_ids or ())
+        return list(self._call(self._inference.Embed, request, timeout_s).embedding)
+
     def tokenize(self, text: str | None = None, *, messages: Messages | None = None, model: str = "") -> list[int]:
         if (text is None) == (messages is None):
             raise InvalidRequest("give exactly one of text and messages", "text")
@@ -249,7 +274,9 @@ class Client:
     ) -> None:
         self.close()
 
-    def _call(self, method: Callable[..., Response], request: Message, timeout_s: float = _SHORT_CALL_S) -> Response:
+    def _call(
+        self, method: Callable[..., Response], request: Message, timeout_s: float | None = _SHORT_CALL_S
+    ) -> Response:
         try:
             with _refusing_what_cannot_be_sent():
                 return method(request, timeout=timeout_s, metadata=self._metadata)

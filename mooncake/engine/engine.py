@@ -88,7 +88,9 @@ class Engine:
         )
         blocks = self._scheduler.block_manager
         hidden_size = model.hidden_size if isinstance(model, HiddenStateModel) else 0
-        self._checks = RequestChecks(model.config.vocab_size, config.max_model_len, guides, bool(hidden_size))
+        has_head = not isinstance(model.config, ModelConfig) or model.config.has_head
+        self._checks = RequestChecks(model.config.vocab_size, config.max_model_len, guides, bool(hidden_size), has_head)
+        self.generates = has_head
         self._batches = BatchBuilder(blocks.tables, config.block_tokens, config.groups, hidden_size)
         self._requests = Requests(self._scheduler, self._retain_blocks)
         self._processor = OutputProcessor(self._requests, blocks, Sampler(guides))

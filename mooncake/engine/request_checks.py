@@ -14,12 +14,15 @@ from mooncake.types import SampledToken
 class RequestChecks:
     """The limits of one model in one engine."""
 
-    def __init__(self, vocab_size: int, max_model_len: int, guides: Guides | None, can_pool: bool) -> None:
-        """``can_pool``: whether the model gives hidden states."""
+    def __init__(
+        self, vocab_size: int, max_model_len: int, guides: Guides | None, can_pool: bool, has_head: bool
+    ) -> None:
+        """``can_pool``: whether the model gives hidden states; ``has_head``: whether it gives logits."""
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._guides = guides
         self._can_pool = can_pool
+        self._has_head = has_head
 
     def check(self, sequence: Sequence) -> None:
         """Also limits its length to the context. Raises InvalidRequest, ContextTooLong."""
@@ -30,6 +33,8 @@ class RequestChecks:
         for name, token_ids in sequence.sampling.named_tokens():
             if any(not 0 <= token_id < self._vocab_size for token_id in token_ids):
                 raise InvalidRequest(f"{name} names a token that is not below {self._vocab_size}", name)
+        if sequence.pooling is None and not self._has_head:
+            raise InvalidRequest("this model has no output head: it embeds texts, and generates none", "model")
         if sequence.pooling is not None and not self._can_pool:
             raise InvalidRequest(
                 "pipeline stages, and tensor parallel GPUs, give no hidden states to embed with", "input"

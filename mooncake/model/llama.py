@@ -250,7 +250,7 @@ class LayerByLayer:
         if batch.hidden is not None:
             batch.hidden.copy_(normed[len(normed) - batch.num_hidden :])
             normed = normed if self._is_part else normed[: len(normed) - batch.num_hidden]
-        if not len(normed):
+        if not len(normed) or not self._config.has_head:
             return torch.empty((0, self._config.vocab_size), device=normed.device)
         assert self._head is not None, "a stage with layers behind it gives no logits"
         return self._head(normed).float()

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from mooncake.rpc import common_pb2 as mooncake_dot_rpc_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmooncake/rpc/inference.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.mooncake.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.mooncake.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.mooncake.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.mooncake.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x11\n\tbad_words\x18\n \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08\x42\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x8d\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.mooncake.v1.SampledToken\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.mooncake.v1.Usage\x12,\n\x07timings\x18\x06 \x01(\x0b\x32\x1b.mooncake.v1.RequestTimings\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.mooncake.v1.PromptLogprobs\"\xb9\x01\n\x0eRequestTimings\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\x01\x12\x13\n\x0bmean_tbt_ms\x18\x02 \x01(\x01\x12\x17\n\x0fp90_tail_tbt_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\x12+\n\x07prefill\x18\x05 \x01(\x0b\x32\x1a.mooncake.v1.PrefillReport\x12\x14\n\x0cprefill_node\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x07 \x01(\t\"d\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.mooncake.v1.ChatMessagesH\x00\x42\x07\n\x05input\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.mooncake.v1.ModelInfo\"g\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t2\xbd\x02\n\tInference\x12I\n\x08Generate\x12\x1c.mooncake.v1.GenerateRequest\x1a\x1d.mooncake.v1.GenerateResponse0\x01\x12G\n\x08Tokenize\x12\x1c.mooncake.v1.TokenizeRequest\x1a\x1d.mooncake.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.mooncake.v1.DetokenizeRequest\x1a\x1f.mooncake.v1.DetokenizeResponse\x12M\n\nListModels\x12\x1e.mooncake.v1.ListModelsRequest\x1a\x1f.mooncake.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cmooncake/rpc/inference.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\":\n\x0c\x43hatMessages\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.mooncake.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xbf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x19.mooncake.v1.ChatMessagesH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.mooncake.v1.TokenIdsH\x00\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.mooncake.v1.SamplingParams\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x11\n\tbad_words\x18\n \x03(\t\x12\"\n\x1ainclude_stop_str_in_output\x18\x0b \x01(\x08\x42\x08\n\x06prompt\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x8d\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.mooncake.v1.SampledToken\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rfinish_reason\x18\x04 \x01(\t\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.mooncake.v1.Usage\x12,\n\x07timings\x18\x06 \x01(\x0b\x32\x1b.mooncake.v1.RequestTimings\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x34\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1b.mooncake.v1.PromptLogprobs\"\xc4\x01\n\x0c\x45mbedRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x15.mooncake.v1.TokenIdsH\x00\x12\x17\n\ndimensions\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x12\n\ncache_salt\x18\x06 \x01(\t\x12\x10\n\x08priority\x18\x07 \x01(\x11\x42\x07\n\x05inputB\r\n\x0b_dimensions\"Y\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\tembedding\x18\x02 \x03(\x02\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.mooncake.v1.Usage\"\xb9\x01\n\x0eRequestTimings\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\x01\x12\x13\n\x0bmean_tbt_ms\x18\x02 \x01(\x01\x12\x17\n\x0fp90_tail_tbt_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\x12+\n\x07prefill\x18\x05 \x01(\x0b\x32\x1a.mooncake.v1.PrefillReport\x12\x14\n\x0cprefill_node\x18\x06 \x01(\t\x12\x13\n\x0b\x64\x65\x63ode_node\x18\x07 \x01(\t\"d\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x19.mooncake.v1.ChatMessagesH\x00\x42\x07\n\x05input\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"<\n\x12ListModelsResponse\x12&\n\x06models\x18\x01 \x03(\x0b\x32\x16.mooncake.v1.ModelInfo\"g\n\tModelInfo\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t2\xfd\x02\n\tInference\x12I\n\x08Generate\x12\x1c.mooncake.v1.GenerateRequest\x1a\x1d.mooncake.v1.GenerateResponse0\x01\x12>\n\x05\x45mbed\x12\x19.mooncake.v1.EmbedRequest\x1a\x1a.mooncake.v1.EmbedResponse\x12G\n\x08Tokenize\x12\x1c.mooncake.v1.TokenizeRequest\x1a\x1d.mooncake.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.mooncake.v1.DetokenizeRequest\x1a\x1f.mooncake.v1.DetokenizeResponse\x12M\n\nListModels\x12\x1e.mooncake.v1.ListModelsRequest\x1a\x1f.mooncake.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,22 +44,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGE']._serialized_end=605
   _globals['_GENERATERESPONSE']._serialized_start=608
   _globals['_GENERATERESPONSE']._serialized_end=877
-  _globals['_REQUESTTIMINGS']._serialized_start=880
-  _globals['_REQUESTTIMINGS']._serialized_end=1065
-  _globals['_TOKENIZEREQUEST']._serialized_start=1067
-  _globals['_TOKENIZEREQUEST']._serialized_end=1167
-  _globals['_TOKENIZERESPONSE']._serialized_start=1169
-  _globals['_TOKENIZERESPONSE']._serialized_end=1200
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1202
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1249
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1251
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1285
-  _globals['_LISTMODELSREQUEST']._serialized_start=1287
-  _globals['_LISTMODELSREQUEST']._serialized_end=1306
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1308
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1368
-  _globals['_MODELINFO']._serialized_start=1370
-  _globals['_MODELINFO']._serialized_end=1473
-  _globals['_INFERENCE']._serialized_start=1476
-  _globals['_INFERENCE']._serialized_end=1793
+  _globals['_EMBEDREQUEST']._serialized_start=880
+  _globals['_EMBEDREQUEST']._serialized_end=1076
+  _globals['_EMBEDRESPONSE']._serialized_start=1078
+  _globals['_EMBEDRESPONSE']._serialized_end=1167
+  _globals['_REQUESTTIMINGS']._serialized_start=1170
+  _globals['_REQUESTTIMINGS']._serialized_end=1355
+  _globals['_TOKENIZEREQUEST']._serialized_start=1357
+  _globals['_TOKENIZEREQUEST']._serialized_end=1457
+  _globals['_TOKENIZERESPONSE']._serialized_start=1459
+  _globals['_TOKENIZERESPONSE']._serialized_end=1490
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1492
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1539
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1541
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1575
+  _globals['_LISTMODELSREQUEST']._serialized_start=1577
+  _globals['_LISTMODELSREQUEST']._serialized_end=1596
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1598
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1658
+  _globals['_MODELINFO']._serialized_start=1660
+  _globals['_MODELINFO']._serialized_end=1763
+  _globals['_INFERENCE']._serialized_start=1766
+  _globals['_INFERENCE']._serialized_end=2147
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,11 @@ class InferenceStub:
                 request_serializer=mooncake_dot_rpc_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=mooncake_dot_rpc_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/mooncake.v1.Inference/Embed',
+                request_serializer=mooncake_dot_rpc_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=mooncake_dot_rpc_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/mooncake.v1.Inference/Tokenize',
                 request_serializer=mooncake_dot_rpc_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -60,6 +65,12 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,6 +101,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=mooncake_dot_rpc_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=mooncake_dot_rpc_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=mooncake_dot_rpc_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=mooncake_dot_rpc_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -134,6 +150,33 @@ class Inference:
             '/mooncake.v1.Inference/Generate',
             mooncake_dot_rpc_dot_inference__pb2.GenerateRequest.SerializeToString,
             mooncake_dot_rpc_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/mooncake.v1.Inference/Embed',
+            mooncake_dot_rpc_dot_inference__pb2.EmbedRequest.SerializeToString,
+            mooncake_dot_rpc_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

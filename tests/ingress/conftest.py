@@ -21,6 +21,7 @@ from mooncake.api_keys import ApiKeys
 from mooncake.config import ConductorSection, Config, ModelSection
 from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
+from mooncake.pooling import LAST_TOKEN
 from mooncake.rpc import cluster_pb2
 from mooncake.rpc.server import RpcServer
 from mooncake.sampling_defaults import NEUTRAL
@@ -29,6 +30,7 @@ from mooncake.types import FinishReason, PrefillReport, SampledToken, Timings, T
 
 EOS = 256
 MAX_MODEL_LEN = 4096
+HIDDEN_SIZE = 8
 
 
 class ByteTokenizer:
@@ -56,6 +58,9 @@ class ByteTokenizer:
 
     def encode(self, text, add_special=True):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
+
+    def ended(self, ids):
+        return np.append(ids, np.uint32(EOS))
 
     def encode_more(self, text):
         self.words_in.append(threading.current_thread().name)
@@ -99,6 +104,11 @@ class ByteTokenizer:
 
     def stream(self, skip_special=True, kept=frozenset()):
         return ByteStream(b"" if skip_special else b"<end>")
+
+
+def states_of(tokens):
+    """Hidden states that tell prompts from each other."""
+    return np.random.default_rng(tokens.tolist()).standard_normal(HIDDEN_SIZE).astype(np.float32)
 
 
 class ByteStream:
@@ -150,6 +160,16 @@ class Script:
         try:
             if self.first_delay_s:
                 await asyncio.sleep(self.first_delay_s)
+            if request.pooling is not None:
+                if self.error is not None:
+                    raise self.error
+                await asyncio.sleep(self.delay_s)
+                report = PrefillReport(prompt_tokens=len(request.tokens), pool_cached_tokens=self.cached_tokens)
+                wanted.clear()
+                yield Delta(
+                    finish_reason=FinishReason.STOP, summary=RequestSummary(report), pooled=states_of(request.tokens)
+                )
+                return
             if request.sampling.prompt_logprobs is not None:
                 yield Delta(prompt_logprobs=self._scores(request))
             ids = [*self.text.encode(), EOS] if self.ends else list(self.text.encode()) * 1000
@@ -308,6 +328,7 @@ async def running_front(script=None, **limits):
     capacity_tokens = limits.pop("capacity_tokens", 0)
     defaults = limits.pop("defaults", NEUTRAL)
     loading = limits.pop("loading", None)
+    has_head, pooling = limits.pop("has_head", True), limits.pop("pooling", lambda: LAST_TOKEN)
     model = ModelSection(
         adapters=limits.pop("adapters", ()),
         generation_overrides=limits.pop("overrides", ""),
@@ -317,8 +338,16 @@ async def running_front(script=None, **limits):
     checkpoint = SimpleNamespace(
         name="bytes",
         digest="0123456789abcdef",
-        config=SimpleNamespace(context=lambda _: MAX_MODEL_LEN, vocab_size=257, architecture="bytes", bos_id=None),
+        config=SimpleNamespace(
+            context=lambda _: MAX_MODEL_LEN,
+            vocab_size=257,
+            architecture="bytes",
+            bos_id=None,
+            hidden_size=HIDDEN_SIZE,
+            has_head=has_head,
+        ),
         sampling_defaults={"auto": defaults, "none": NEUTRAL}.get,
+        pooling=pooling,
     )
     status = cluster_status()
     statuses_told = []

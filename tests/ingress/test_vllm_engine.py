@@ -11,6 +11,7 @@ import sys
 import zipfile
 
 import grpc
+import numpy as np
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -19,6 +20,7 @@ from mooncake.errors import HandoffFailed, Overloaded
 from mooncake.rpc import inference_pb2, inference_pb2_grpc
 from mooncake.sampling import Guide, GuideKind, SamplingParams
 from mooncake.sampling_defaults import SamplingDefaults
+from tests.ingress.conftest import states_of
 
 pytest.importorskip("smg_grpc_proto", reason="the extra `gateway` is not installed")
 
@@ -370,10 +372,17 @@ async def test_the_tokenizer_comes_as_an_archive_with_its_digest(front, engine):
         assert {name: archive.read(name).decode() for name in archive.namelist()} == front.tokenizer.exported()
 
 
+async def test_token_ids_are_embedded(front, engine):
+    request = pb.EmbedRequest(request_id="e1", tokenized=pb.TokenizedInput(input_ids=[5, 6]))
+    answer = await engine.Embed(request)
+    assert (answer.prompt_tokens, answer.embedding_dim) == (2, 8)
+    states = states_of(front.script.asked[-1].tokens)
+    assert list(answer.embedding) == pytest.approx((states / np.linalg.norm(states)).tolist())
+
+
 @pytest.mark.parametrize(
     ("method", "request_", "words"),
     [
-        ("Embed", pb.EmbedRequest(), "models generate text"),
         ("FlushCache", common_pb2.FlushCacheRequest(), "it is never stale"),
         ("StartProfile", common_pb2.StartProfileRequest(), "GET /metrics"),
         ("StopProfile", common_pb2.StopProfileRequest(), "GET /metrics"),

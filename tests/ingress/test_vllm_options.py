@@ -245,8 +245,8 @@ async def test_a_wrong_value_is_refused_by_its_field(front, wishes, param):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/v1/embeddings", "models generate text"),
-        ("/v1/rerank", "models generate text"),
+        ("/v2/embed", "POST /v1/embeddings"),
+        ("/v1/rerank", "no heads for classes and scores"),
         ("/v1/audio/transcriptions", "neither audio nor images"),
         ("/v1/images/generations", "neither audio nor images"),
         ("/v1/batches/batch_1/cancel", "mooncake run-batch"),

@@ -1,7 +1,6 @@
 """OpenAI's embeddings: texts or token ids in, a vector for each out.
 
-Each text is a request of its own to the core, which has a prefill node compute it; there is no answer, and so no decode
-node. Here are the fields, the wording, and the last arithmetic: dimensions that are cut away, and the length.
+Each is a request of its own to the core, up to ``AT_ONCE`` together. Here are the fields and the wording.
 """
 
 from __future__ import annotations
@@ -10,29 +9,26 @@ import asyncio
 import base64
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from conductor.ingress.answers import Outcome, Piece
 from conductor.ingress.apis.intake import Intake, warning
 from conductor.ingress.apis.openai_answers import PromptTokensDetails
 from conductor.ingress.apis.openapi import Post
+from conductor.ingress.embedding import NO_ANSWER, Embedded, Vectors, pooling_of
 from conductor.ingress.http.errors import guarded, json_response
 from conductor.ingress.http.request import unless_gone
-from mooncake.errors import InternalError, InvalidRequest, shown
-from mooncake.pooling import PoolingSettings, Vector, check_dimensions
-from mooncake.sampling import SamplingParams
+from mooncake.errors import InvalidRequest, shown
+from mooncake.pooling import Vector
 from mooncake.types import TokenIds
 
 MAX_INPUTS = 2048  # of one request, as in OpenAI's API
 AT_ONCE = 32  # of these; the others wait, so that one request does not fill every queue
 FORMATS = ("float", "base64")
-
-_NO_ANSWER = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,8 +84,7 @@ class EmbeddingsApi:
         body, ignored = await self._intake.take(request, EmbeddingRequest)
         model = self._pipeline.model
         model.adapter_of(body.model or "")
-        settings = self._settings()
-        check_dimensions(body.dimensions, model.hidden_size)
+        settings = pooling_of(model, body.dimensions)
         if body.encoding_format not in (None, *FORMATS):
             what = f"encoding_format is float or base64, got {shown(body.encoding_format)}"
             raise InvalidRequest(what, "encoding_format")
@@ -102,7 +97,7 @@ class EmbeddingsApi:
         jobs = [
             self._pipeline.job(
                 tokens,
-                _NO_ANSWER,
+                NO_ANSWER,
                 request_id=f"{answer_id}-{number}",
                 deadline=self._intake.deadline(arrived_at),
                 arrived_at=arrived_at,
@@ -115,26 +110,9 @@ class EmbeddingsApi:
             )
             for number, tokens in enumerate(inputs)
         ]
-        vectors: dict[int, Vector] = {}
-        outcomes: list[Outcome] = []
-
-        async def take(number: int, piece: Piece) -> None:
-            if piece.outcome is not None and piece.pooled is not None:
-                vectors[number] = settings.embedding(piece.pooled, body.dimensions)
-                outcomes.append(piece.outcome)
-
-        await unless_gone(request.receive, self._pipeline.run(jobs, take, self._at_once))
-        if len(vectors) < len(jobs):
-            raise InternalError("an input has ended without a vector")
-        usage = _usage_of(outcomes)
-        return await asyncio.to_thread(self._answer, body, answer_id, vectors, usage, warning(ignored))
-
-    def _settings(self) -> PoolingSettings:
-        """Raises InvalidRequest for a model that cannot embed texts."""
-        pooling = self._pipeline.model.pooling
-        if isinstance(pooling, str):
-            raise InvalidRequest(f"this model does not embed texts here: {pooling}", "model")
-        return pooling
+        vectors = Vectors(settings, body.dimensions)
+        await unless_gone(request.receive, self._pipeline.run(jobs, vectors.take, self._at_once))
+        return await asyncio.to_thread(self._answer, body, answer_id, vectors.of(len(jobs)), warning(ignored))
 
     async def _inputs_of(self, given: str | list[str | int | list[int]], add_special: bool) -> list[TokenIds]:
         """The four forms OpenAI allows: a text, texts, token ids, or lists of those. Raises InvalidRequest,
@@ -159,18 +137,14 @@ class EmbeddingsApi:
         return inputs
 
     def _answer(
-        self,
-        body: EmbeddingRequest,
-        answer_id: str,
-        vectors: Mapping[int, Vector],
-        usage: EmbeddingUsage,
-        headers: dict[str, str],
+        self, body: EmbeddingRequest, answer_id: str, embedded: Sequence[Embedded], headers: dict[str, str]
     ) -> Response:
         """In a thread: thousands of vectors are many numbers."""
         worded = _as_base64 if body.encoding_format == "base64" else _as_numbers
-        data = [Embedding(number, worded(vectors[number])) for number in range(len(vectors))]
+        data = [Embedding(number, worded(each.vector)) for number, each in enumerate(embedded)]
         model = body.model or self._pipeline.model.name
-        return json_response(Embeddings(answer_id, int(time.time()), model, data, usage), headers=headers)
+        answer = Embeddings(answer_id, int(time.time()), model, data, _usage_of(embedded))
+        return json_response(answer, headers=headers)
 
 
 def _as_numbers(vector: Vector) -> list[float]:
@@ -182,7 +156,7 @@ def _as_base64(vector: Vector) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def _usage_of(outcomes: Sequence[Outcome]) -> EmbeddingUsage:
-    num_tokens = sum(outcome.usage.prompt_tokens for outcome in outcomes)
-    num_cached = sum(outcome.usage.cached_tokens for outcome in outcomes)
+def _usage_of(embedded: Sequence[Embedded]) -> EmbeddingUsage:
+    num_tokens = sum(each.usage.prompt_tokens for each in embedded)
+    num_cached = sum(each.usage.cached_tokens for each in embedded)
     return EmbeddingUsage(num_tokens, num_tokens, PromptTokensDetails(num_cached))

@@ -12,13 +12,14 @@ import grpc
 
 from conductor.ingress.answers import Job, Outcome, Piece
 from conductor.ingress.apis.grpc_intake import GrpcCall, GrpcIntake
+from conductor.ingress.embedding import Vectors, pooling_of
 from conductor.ingress.pipeline import COMPLETION_MAX_TOKENS, Pipeline
 from mooncake.errors import InvalidRequest
 from mooncake.rpc import common_pb2, inference_pb2_grpc
 from mooncake.rpc import inference_pb2 as pb
 from mooncake.rpc.convert import UnreadScores, report_to_wire, sampled_to_wire, sampling_from_wire
 from mooncake.text.chat_template import ChatMessage
-from mooncake.types import TokenIds
+from mooncake.types import TokenIds, Usage
 
 SERVICE = "mooncake.v1.Inference"
 
@@ -39,6 +40,23 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             async with contextlib.aclosing(self._pipeline.stream(job)) as pieces:
                 async for piece in pieces:
                     yield piece_to_wire(job.request.request_id, piece)
+
+    async def Embed(  # noqa: N802
+        self, request: pb.EmbedRequest, context: grpc.aio.ServicerContext[pb.EmbedRequest, pb.EmbedResponse]
+    ) -> pb.EmbedResponse:
+        call = self._intake.receive(context, request.request_id, request.model)
+        dimensions = request.dimensions if request.HasField("dimensions") else None
+        settings = pooling_of(self._pipeline.model, dimensions)
+        match request.WhichOneof("input"):
+            case "text":
+                tokens = await self._prompts.encode_whole(request.text, "text")
+            case "token_ids":
+                tokens = self._prompts.check_tokens(request.token_ids.ids, "token_ids", num_answer=0)
+            case _:
+                raise InvalidRequest("one of text and token_ids must be set", "input")
+        job = self._intake.embedding_job(call, tokens, settings, request.cache_salt, request.priority, request.model)
+        vector, usage = await self._intake.embed(call, job, Vectors(settings, dimensions))
+        return pb.EmbedResponse(request_id=call.request_id, embedding=vector.tolist(), usage=_usage_to_wire(usage))
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext[pb.TokenizeRequest, pb.TokenizeResponse]
@@ -144,15 +162,19 @@ def _prompt_logprobs_to_wire(piece: Piece) -> common_pb2.PromptLogprobs | None:
     return common_pb2.PromptLogprobs(tokens=[sampled_to_wire(token) for token in scores])
 
 
+def _usage_to_wire(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
 def _outcome_to_wire(outcome: Outcome) -> pb.GenerateResponse:
     usage, latency, summary = outcome.usage, outcome.latency, outcome.summary
     return pb.GenerateResponse(
         finish_reason=str(outcome.finish_reason),
-        usage=pb.Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-        ),
+        usage=_usage_to_wire(usage),
         timings=pb.RequestTimings(
             ttft_ms=latency.ttft_ms,
             mean_tbt_ms=latency.mean_tbt_ms,

@@ -14,10 +14,14 @@ from typing import Any
 
 import grpc
 
+from conductor.ingress.answers import Job
+from conductor.ingress.embedding import NO_ANSWER, Embedded, Vectors
 from conductor.ingress.http.edge import TRACE_RESPONSE
 from conductor.ingress.pipeline import DEADLINE_GRACE_S, NOT_TRACED, Pipeline
 from conductor.ingress.trace import CallTrace
+from mooncake.pooling import PoolingSettings
 from mooncake.rpc.server import remaining_s
+from mooncake.types import TokenIds
 
 SESSION_KEY = "x-session-affinity"  # metadata: a hint which requests belong together
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,6 +73,39 @@ class GrpcIntake:
         finally:
             if timer is not None:
                 timer.cancel()
+
+    def embedding_job(
+        self,
+        call: GrpcCall,
+        tokens: TokenIds,
+        settings: PoolingSettings,
+        salt: str = "",
+        priority: int = 0,
+        model: str = "",
+    ) -> Job:
+        """Raises InvalidRequest, naming the field."""
+        return self.pipeline.job(
+            tokens,
+            NO_ANSWER,
+            request_id=call.request_id,
+            deadline=call.deadline,
+            arrived_at=call.arrived_at,
+            salt=salt,
+            session=call.session,
+            priority=priority,
+            model=model,
+            trace=call.trace,
+            pooling=settings.kind,
+        )
+
+    async def embed(self, call: GrpcCall, job: Job, vectors: Vectors) -> Embedded:
+        """Raises like ``Pipeline.stream``."""
+        with self.answering(call):
+            async with contextlib.aclosing(self.pipeline.stream(job)) as pieces:
+                async for piece in pieces:
+                    await vectors.take(0, piece)
+        [embedded] = vectors.of(1)
+        return embedded
 
 
 def _session(context: Context) -> str:

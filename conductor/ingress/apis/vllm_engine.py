@@ -29,6 +29,7 @@ from conductor.ingress.apis.grpc_intake import Context, GrpcCall, GrpcIntake
 from conductor.ingress.apis.intake import guide_named
 from conductor.ingress.apis.vllm_engine_wire import AnswerToWire, check_supported, fields_from_wire, input_logprobs
 from conductor.ingress.cluster_load import ClusterLoad
+from conductor.ingress.embedding import Vectors, pooling_of
 from conductor.ingress.fields.generation_fields import sampling_of, stop_strings
 from conductor.ingress.http.absent_paths import refused_because
 from conductor.ingress.pipeline import Pipeline
@@ -104,7 +105,14 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return pb.AbortResponse()
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:  # noqa: N802
-        return await _refuse(context, refused_because("/v1/embeddings"))
+        self._received_at = time.time()
+        call = self._intake.receive(context, request.request_id)
+        settings = pooling_of(self._pipeline.model)
+        tokens = self._prompts.check_tokens(request.tokenized.input_ids, "tokenized", num_answer=0)
+        job = self._intake.embedding_job(call, tokens, settings)
+        with self._abortable(call.request_id):
+            vector, usage = await self._intake.embed(call, job, Vectors(settings))
+        return pb.EmbedResponse(embedding=vector.tolist(), prompt_tokens=usage.prompt_tokens, embedding_dim=len(vector))
 
     # What a gateway asks about it
 
@@ -126,7 +134,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return pb.GetModelInfoResponse(
             model_path=model.root,
             tokenizer_path=NO_TOKENIZER_FILE,
-            is_generation=True,
+            is_generation=model.has_head,
             max_context_length=self._prompts.context_len,
             vocab_size=model.vocab_size,
             served_model_name=model.name,

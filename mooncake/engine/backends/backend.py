@@ -123,7 +123,7 @@ def plan_pages(
 def open_backend(spec: BackendSpec, memory: Mappable | None = None) -> Backend:
     """For an engine on its own. ``memory`` is for a cache that other processes map (None: the backend's own). Raises as
     the others do."""
-    _check_recurrence(spec)
+    _check_processes(spec)
     processes = spec.processes
     if processes.tensor > 1:
         return over_ranks(spec, memory) if spec.device == "cpu" else over_gpus(spec)
@@ -135,7 +135,7 @@ def open_backend(spec: BackendSpec, memory: Mappable | None = None) -> Backend:
 def open_for_node(spec: BackendSpec, memory: Mappable | None = None, timeout_s: float = 0.0) -> Backend:
     """The same with a cache that others see, in ``memory`` or in memory of its own. ``timeout_s``: what no step takes,
     and so no copy of blocks on another GPU (0: never mind)."""
-    _check_recurrence(spec)
+    _check_processes(spec)
     processes = spec.processes
     if processes.tensor > 1 and spec.device != "cpu":
         with contextlib.ExitStack() as opened:
@@ -158,10 +158,14 @@ def open_for_node(spec: BackendSpec, memory: Mappable | None = None, timeout_s: 
     return replace(backend, model=settled, mirror=mirror, close=mirror.close, watch=settled.watch)
 
 
-def _check_recurrence(spec: BackendSpec) -> None:
-    """Raises ModelError where layers that keep states cannot run."""
+def _check_processes(spec: BackendSpec) -> None:
+    """Raises ModelError where layers that keep states cannot run, or a model without a head is of no use."""
     if spec.checkpoint.config.recurrence and spec.processes.count > 1:
         raise ModelError(f"{spec.checkpoint.name} has recurrent layers, which run in one process")
+    many = spec.processes.stages > 1 or (spec.processes.tensor > 1 and spec.device != "cpu")
+    if many and not spec.checkpoint.config.has_head:
+        what = "stages and tensor parallel GPUs, which embed nothing"
+        raise ModelError(f"{spec.checkpoint.name} has no output head, and so is not for {what}")
 
 
 def draft_on(
@@ -175,6 +179,8 @@ def draft_on(
         raise ConfigError(f"the draft model {path} has another vocabulary")
     if not max_tokens:
         raise ConfigError("a draft model needs speculative_tokens")
+    if not checkpoint.config.has_head:
+        raise ConfigError(f"the draft model {path} has no output head")
     if checkpoint.config.recurrence:
         raise ConfigError(f"the draft model {path} has recurrent layers, which take no token back")
     precision = resolve_precision(dtype, devices=(device,), stored=checkpoint.coding)
@@ -229,7 +235,7 @@ def on_gpu(spec: BackendSpec) -> Backend:
     from mooncake.kernels.gpu.triton_launch import INTERPRETED
     from mooncake.model.gpu.gpu_model import BUCKETS, GpuModel, fitting_into
 
-    buckets = () if INTERPRETED else BUCKETS
+    buckets = () if INTERPRETED or not checkpoint.config.has_head else BUCKETS
     with fitting_into(device):
         gpu = GpuModel(
             lambda kernels: _model(spec, kernels),

@@ -12,6 +12,7 @@ from mooncake.engine.engine import Engine
 from mooncake.engine.hosting.node_hook import NodeHook, StepSamples
 from mooncake.engine.sequence import Sequence
 from mooncake.hashing import Chain
+from mooncake.pooling import Pooling
 from mooncake.sampling import SamplingParams
 
 LENGTHS = (16, 64, 192)  # of prompts; the first one pays for lazy initialisation, and is no sample
@@ -35,6 +36,7 @@ def warm_up(engine: Engine, vocab_size: int, samples: StepSamples) -> None:
             chain,
             eos_ids=(),
             max_model_len=engine.config.max_model_len,
+            pooling=None if engine.generates else Pooling.LAST,
         )
         engine.add(sequence)
         while engine.has_work:
