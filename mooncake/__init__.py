@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mooncake.client import Client
     from mooncake.in_process.answers import CompletionOutput, RequestMetrics, RequestOutput
     from mooncake.in_process.async_llm import AsyncLLM, AsyncLLMEngine
+    from mooncake.in_process.embeddings import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
     from mooncake.in_process.engine_args import AsyncEngineArgs, EngineArgs
     from mooncake.in_process.inputs import LoRARequest, TextPrompt, TokensPrompt
     from mooncake.in_process.llm import LLM
@@ -38,15 +39,18 @@ __all__ = [
     "BeamSearchParams",
     "Client",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "Guide",
     "GuideKind",
     "LoRARequest",
+    "PoolingParams",
     "RepetitionDetection",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "ThinkingBudget",
@@ -65,6 +69,9 @@ _HOMES = {
     "CompletionOutput": "mooncake.in_process.answers",
     "RequestMetrics": "mooncake.in_process.answers",
     "RequestOutput": "mooncake.in_process.answers",
+    "EmbeddingRequestOutput": "mooncake.in_process.embeddings",
+    "PoolingParams": "mooncake.in_process.embeddings",
+    "ScoringRequestOutput": "mooncake.in_process.embeddings",
     "LoRARequest": "mooncake.in_process.inputs",
     "TextPrompt": "mooncake.in_process.inputs",
     "TokensPrompt": "mooncake.in_process.inputs",

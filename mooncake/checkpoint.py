@@ -46,7 +46,7 @@ from mooncake.hub import fetch, hub_name_of, parse_hub_name
 from mooncake.json_file import read_json
 from mooncake.model_config import ModelConfig, Settings
 from mooncake.page_groups import block_layout
-from mooncake.pooling import LAST_TOKEN, PoolingSettings, read_pooling
+from mooncake.pooling import LAST_TOKEN, PoolingSettings, pooling_from_gguf, read_pooling
 from mooncake.precision import Coding
 from mooncake.quantised import Coded, coding_of, quantisation_of, shapes_of, zero_biases
 from mooncake.safetensors_file import SafetensorsFile, read_safetensors_header
@@ -210,6 +210,9 @@ class GGUFCheckpoint(Checkpoint):
                 count += (size := math.prod(shapes[name]))
                 bits += size * GROUPED_KINDS[kind]
         return count, bits // 8
+
+    def pooling(self) -> PoolingSettings:
+        return pooling_from_gguf(self.file.get(f"{self.file.get('general.architecture')}.pooling_type"), self.path)
 
     def load_tokenizer(self, template: str = "") -> Tokenizer:
         return tokenizer_from_gguf(self.file, self.config.eos_ids, template)

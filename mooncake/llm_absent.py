@@ -18,7 +18,7 @@ def _by_name(sentences: Mapping[tuple[str, ...], str]) -> dict[str, str]:
     return {name: sentence for names, sentence in sentences.items() for name in names}
 
 
-_EMBEDDINGS = "models generate text here: there are no embeddings, classes, rewards or scores"
+_POOLED = "embed gives embeddings, and LLM.score compares them; models have no heads for classes and rewards"
 _WEIGHTS = "weights stay as they were opened; close() frees them, and another LLM opens others"
 _QUEUE = "generate and chat take any number of prompts at once; AsyncLLM takes one after the other, while it answers"
 _WORKERS = "there are no workers to call into; llm.engine is the engine itself"
@@ -27,7 +27,7 @@ _METRICS = "a cluster has metrics (mooncake serve); a result has metrics, an LLM
 
 _ABSENT = _by_name(
     {
-        ("encode", "embed", "classify", "reward", "score"): _EMBEDDINGS,
+        ("encode", "classify", "reward"): _POOLED,
         ("sleep", "wake_up", "release_kv_cache_memory"): (
             "an LLM does not sleep: close() frees its memory, reset_prefix_cache() forgets cached blocks"
         ),
@@ -154,6 +154,13 @@ OF_PROMPTS = _by_name(
         ("encoder_prompt", "decoder_prompt"): "models here only decode",
     }
 )
+OF_POOLING = _by_name(
+    {
+        ("use_activation", "activation", "softmax"): "it is normalize here",
+        ("task", "step_tag_id", "returned_token_ids", "extra_kwargs", "requires_token_ids"): _NO_CHOICE,
+        ("truncate_prompt_tokens", "tok_params"): _PART,
+    }
+)
 OF_LORA = _by_name(
     {
         ("lora_local_path",): "it is lora_path here",
@@ -166,8 +173,7 @@ OF_IMPORTS = _by_name(
         ("GuidedDecodingParams",): "it is StructuredOutputsParams, as SamplingParams(structured_outputs=…)",
         ("LLMEngine",): "LLM answers lists of prompts, AsyncLLM one after the other",
         ("PromptType", "TextTokensPrompt"): "TextPrompt and TokensPrompt are the types of prompts with names",
-        ("PoolingParams", "PoolingRequestOutput", "EmbeddingRequestOutput"): _EMBEDDINGS,
-        ("ClassificationRequestOutput", "ScoringRequestOutput"): _EMBEDDINGS,
+        ("PoolingRequestOutput", "ClassificationRequestOutput"): _POOLED,
         ("ModelRegistry",): "families of models are part of this project",
     }
 )

@@ -46,6 +46,8 @@ class PoolingSettings:
         return (vector / max(length, 1e-12)).astype(np.float32)
 
 
+_GGUF_KINDS = {None: Pooling.LAST, 0: Pooling.LAST, 1: Pooling.MEAN, 3: Pooling.LAST}  # None, 0: it says nothing
+
 LAST_TOKEN = PoolingSettings()
 """Of models that say nothing of it."""
 
@@ -55,6 +57,13 @@ def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
     if dimensions is not None and not 1 <= dimensions <= hidden_size:
         what = f"dimensions must be between 1 and {hidden_size}, the size of this model's embeddings"
         raise InvalidRequest(f"{what}, got {shown(dimensions)}", "dimensions")
+
+
+def pooling_from_gguf(kind: object, path: Path) -> PoolingSettings:
+    """Of llama.cpp's numbers. Raises ModelError for what is not supported."""
+    if kind not in _GGUF_KINDS:
+        raise ModelError(f"{path} asks for the pooling_type {shown(kind)}: known are 1 (mean) and 3 (last)")
+    return PoolingSettings(_GGUF_KINDS[kind])
 
 
 def read_pooling(folder: Path) -> PoolingSettings:

@@ -20,7 +20,8 @@ from mooncake.text.tiktoken_file import MAX_TOKEN_BYTES, every_merge
 from mooncake.text.tokenizer import Tokenizer
 
 _NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_ADD_BOS, _ADD_SPACE = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"
+_ADD_BOS, _ADD_EOS = "tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_eos_token"
+_ADD_SPACE = "tokenizer.ggml.add_space_prefix"
 _MERGES = "tokenizer.ggml.merges"
 _SPACE = "▁"
 _RSTRIP_AFTER = ("phi3",)  # architectures whose control tokens take the white space behind them
@@ -50,9 +51,10 @@ def tokenizer_from_gguf(file: GGUF, eos_ids: Sequence[int], template: str = "") 
     if adds_bos is None:  # converters omit it where llama.cpp has a default
         adds_bos = is_sentencepiece or pre in (*LLAMA3, *TEKKEN)
     bos_ids = [named["bos_token"]] if adds_bos is True and "bos_token" in named else []
+    end_ids = [named["eos_token"]] if file.get(_ADD_EOS) is True and "eos_token" in named else []
     strips = is_sentencepiece and file.get("general.architecture") in _RSTRIP_AFTER
     stripping = control_ids.keys() - set(_KEEPS_SPACE) if strips else ()
-    return Tokenizer(backend, control_ids, bos_ids, eos_ids, by_name, source, prefix, stripping)
+    return Tokenizer(backend, control_ids, bos_ids, eos_ids, by_name, source, prefix, stripping, end_ids)
 
 
 def _backend(file: GGUF, kind: str, vocabulary: Vocabulary, pre: str, has_prefix: bool) -> tokenizers.Tokenizer:

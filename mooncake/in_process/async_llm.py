@@ -24,6 +24,7 @@ from mooncake.engine.contract import StepOutput
 from mooncake.engine.loop import EngineThread
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.in_process.answers import Completion, Draft
+from mooncake.in_process.embeddings import EmbeddingDraft, EmbeddingRequestOutput, PoolingParams
 from mooncake.in_process.engine import InProcessEngine
 from mooncake.in_process.engine_args import EngineArgs
 from mooncake.in_process.inputs import (
@@ -120,6 +121,54 @@ class AsyncLLM:
         finally:
             del self._streams[request_id]
             stream.end()
+
+    @says_counterparts(OF_ASYNC_CALLS)
+    async def embed(
+        self,
+        prompt: Prompt,
+        *,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+        priority: int = 0,
+    ) -> EmbeddingRequestOutput:
+        """The embedding of one text, as ``LLM.embed``; many at once are computed together. When the task that awaits it
+        is cancelled, the request ends. Raises like ``generate``."""
+        self._check_open()
+        wanted = PoolingParams() if pooling_params is None else pooling_params
+        check_type("pooling_params", wanted, PoolingParams)
+        given = _one(prompt)
+        [rank] = priority_list(priority, 1)
+        if new_adapters(lora_request, self._opened.adapters):
+            await asyncio.get_running_loop().run_in_executor(self._adapter_reader, self._load_new, lora_request)
+        [adapter] = self._opened.places(None, lora_request, 1)
+
+        def draft_of() -> EmbeddingDraft:
+            text = self._opened.encode(given.content, is_whole=True)
+            return self._opened.embedding_draft(text, wanted, adapter, rank, given.cache_salt)
+
+        draft = await asyncio.to_thread(draft_of)
+        loop = asyncio.get_running_loop()
+        told: asyncio.Future[None] = loop.create_future()
+
+        def take(output: StepOutput | MooncakeError) -> None:
+            if told.done():
+                return
+            if isinstance(output, MooncakeError):
+                told.set_exception(output)
+            elif draft.take(output):
+                told.set_result(None)
+
+        def tell(output: StepOutput | MooncakeError) -> None:
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
+                loop.call_soon_threadsafe(take, output)
+
+        self._thread.add(draft.sequence, tell)
+        try:
+            await told
+        finally:
+            if not draft.is_complete:
+                self._thread.drop(draft.sequence.request_id)
+        return draft.result()
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End one request or several now. Who reads them gets what there is, with the ``finish_reason`` "abort". Their

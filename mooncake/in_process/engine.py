@@ -39,9 +39,11 @@ from mooncake.errors import InvalidRequest
 from mooncake.guides import Guides
 from mooncake.hashing import Chain, kv_fingerprint
 from mooncake.in_process.answers import Draft
+from mooncake.in_process.embeddings import EmbeddingDraft, PoolingParams
 from mooncake.in_process.engine_args import EngineArgs
 from mooncake.in_process.inputs import Adapters, LoRARequests, adapter_places, check_counts, new_adapters
 from mooncake.in_process.tokenizer import RenderedChat
+from mooncake.pooling import Pooling
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
 from mooncake.sampling import SamplingParams as EngineSampling
 from mooncake.sampling_params import SamplingParams
@@ -50,6 +52,9 @@ from mooncake.text.template_source import template_source
 from mooncake.types import TokenIds
 
 log = logging.getLogger(__name__)
+
+
+_NO_ANSWER = EngineSampling(max_tokens=1, temperature=0.0)
 
 
 class InProcessEngine:
@@ -88,6 +93,7 @@ class InProcessEngine:
         self.guides = Guides(lambda: self.tokenizer, self.vocab_size)
         self.adapters = open_adapters(args.adapters or {})
         self._config = checkpoint.config
+        self._pooling = checkpoint.pooling  # a model that cannot embed texts may generate them
         self._fingerprint = kv_fingerprint(precision.identity(checkpoint.digest), size.layout)
         spec = BackendSpec(checkpoint, precision, size, args.device, processes, self.adapters, args.max_model_len)
         with _told_meanwhile(f"loading {args.model}; the first time kernels are compiled, which takes a minute"):
@@ -122,11 +128,13 @@ class InProcessEngine:
         """Which adapter acts on each of ``count`` prompts, -1 for none. Raises InvalidRequest."""
         return adapter_places(adapter, lora_request, count, self.adapters)
 
-    def encode(self, prompt: object) -> TokenIds:
-        """Raises InvalidRequest."""
+    def encode(self, prompt: object, *, is_whole: bool = False) -> TokenIds:
+        """``is_whole``: nothing follows the text. Raises InvalidRequest."""
         given = prompt.token_ids if isinstance(prompt, RenderedChat) else prompt
         try:
             ids = self.tokenizer.encode(given) if isinstance(given, str) else np.asarray(given)
+            if is_whole and isinstance(given, str) and given:
+                ids = self.tokenizer.ended(ids)
         except InvalidRequest:
             raise
         except ValueError:  # lists of different lengths
@@ -157,6 +165,15 @@ class InProcessEngine:
             self._text_of,
         )
 
+    def embedding_draft(
+        self, text: TokenIds, params: PoolingParams, adapter: int = -1, priority: int = 0, salt: str = ""
+    ) -> EmbeddingDraft:
+        """Raises InvalidRequest, ContextTooLong, ModelError for a model that cannot embed texts here."""
+        settings = params.settings(self._pooling())
+        sequence = self._sequence(text, _NO_ANSWER, adapter, salt, settings.kind)
+        sequence.priority = priority
+        return EmbeddingDraft(sequence, settings, params.dimensions, self._config.hidden_size)
+
     def _text_of(self, token_id: int) -> str:
         return self.tokenizer.token_bytes(token_id, skip_special=False).decode(errors="replace")
 
@@ -172,7 +189,7 @@ class InProcessEngine:
         )
 
     def _sequence(
-        self, prompt: TokenIds, sampling: EngineSampling, adapter: int, salt: str
+        self, prompt: TokenIds, sampling: EngineSampling, adapter: int, salt: str, pooling: Pooling | None = None
     ) -> engine_sequence.Sequence:
         start = self.adapters[adapter].start_in(prompt) if adapter >= 0 else None
         if start is None:
@@ -187,6 +204,7 @@ class InProcessEngine:
             eos_ids=self._config.eos_ids,
             max_model_len=self.max_model_len,
             adapter=adapter,
+            pooling=pooling,
         )
 
 

@@ -24,6 +24,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mooncake.errors import InternalError, InvalidRequest
 from mooncake.in_process.answers import BeamSearchOutput, Completion, Draft, DraftTokens, beams_of
+from mooncake.in_process.embeddings import (
+    EmbeddingDraft,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    ScoringRequestOutput,
+    scores_of,
+)
 from mooncake.in_process.engine import InProcessEngine
 from mooncake.in_process.engine_args import CHUNK_TOKENS, EngineArgs
 from mooncake.in_process.inputs import (
@@ -231,6 +238,46 @@ class LLM:
         found = self.generate(prompts, params.sampling(), lora_request=lora_request, use_tqdm=use_tqdm)
         return [beams_of(each, self.tokenizer, params.skip_special_tokens) for each in found]
 
+    @says_counterparts(OF_CALLS)
+    def embed(
+        self,
+        prompts: Prompts,
+        *,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequests = None,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every text, in order: its last hidden states, pooled as the model's folder says (files of
+        sentence-transformers), or else that of the last token, with length 1. Raises like ``generate``, and ModelError
+        for a model that is not embedded with here."""
+        self._check_open()
+        wanted = PoolingParams() if pooling_params is None else pooling_params
+        check_type("pooling_params", wanted, PoolingParams)
+        given = prompt_list(prompts)
+        texts = [self._opened.encode(each.content, is_whole=True) for each in given]
+        self._opened.load_new(lora_request, lambda put: put())
+        places = self._opened.places(None, lora_request, len(given))
+        each_of = zip(texts, places, given, strict=True)
+        drafts = [self._opened.embedding_draft(text, wanted, place, 0, one.cache_salt) for text, place, one in each_of]
+        self._finish(drafts, use_tqdm)
+        return [draft.result() for draft in drafts]
+
+    @says_counterparts(OF_CALLS)
+    def score(
+        self,
+        data_1: Prompts,
+        data_2: Prompts,
+        *,
+        lora_request: LoRARequests = None,
+        use_tqdm: bool | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How near each of ``data_1``, or the only one, is to that of ``data_2``: the cosine of their embeddings.
+        Raises like ``embed``."""
+        firsts, seconds = (
+            self.embed(texts, lora_request=lora_request, use_tqdm=use_tqdm) for texts in (data_1, data_2)
+        )
+        return scores_of(firsts, seconds)
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise InvalidRequest("this LLM is closed")
@@ -248,6 +295,11 @@ class LLM:
         priorities = priority_list(priority, len(prompts))
         each_of = zip(prompts, samplings, adapters, priorities, salts or [""] * len(prompts), strict=True)
         drafts = [self._opened.draft(*each) for each in each_of]
+        self._finish(drafts, use_tqdm)
+        return [draft.completion() for draft in drafts]
+
+    def _finish(self, drafts: Sequence[Draft | EmbeddingDraft], use_tqdm: bool | None) -> None:
+        """Return once they are complete, or raise."""
         with HeldInterrupts() as interrupts:  # in the middle of a step one would leave blocks that are nobody's
             try:
                 self._run(drafts, sys.stderr.isatty() if use_tqdm is None else use_tqdm, interrupts)
@@ -255,9 +307,8 @@ class LLM:
                 for draft in drafts:
                     self.engine.abort(draft.sequence.request_id)
                 self.engine.take_ended()
-        return [draft.completion() for draft in drafts]
 
-    def _run(self, drafts: list[Draft], shows_progress: bool, interrupts: HeldInterrupts) -> None:
+    def _run(self, drafts: Sequence[Draft | EmbeddingDraft], shows_progress: bool, interrupts: HeldInterrupts) -> None:
         by_id = {draft.sequence.request_id: draft for draft in drafts}
         to_add = sorted(drafts, key=lambda draft: draft.sequence.priority)[::-1]  # the next one is the last
         most_waiting = min(self.engine.config.max_sequences, self.engine.config.max_waiting)
@@ -275,7 +326,7 @@ class LLM:
                 self._check_progress(by_id)
                 interrupts.let_through()
 
-    def _check_progress(self, by_id: Mapping[str, Draft]) -> None:
+    def _check_progress(self, by_id: Mapping[str, Draft | EmbeddingDraft]) -> None:
         for request_id, error in self.engine.take_ended():
             if not by_id[request_id].is_complete:
                 raise error

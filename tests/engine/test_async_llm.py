@@ -249,5 +249,5 @@ async def test_the_settings_are_those_of_llm() -> None:
         AsyncLLM(model="smollm2")  # type: ignore[call-arg]
     with pytest.raises(InvalidRequest, match="engine_args must be an AsyncEngineArgs"):
         AsyncLLM("smollm2")  # type: ignore[arg-type]
-    with pytest.raises(AttributeError, match="encode: models generate text here"):
+    with pytest.raises(AttributeError, match="encode: embed gives embeddings"):
         AsyncLLM.__getattr__(object.__new__(AsyncLLM), "encode")  # type: ignore[attr-defined]

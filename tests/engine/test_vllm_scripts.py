@@ -511,8 +511,8 @@ def test_what_a_request_may_not_say_is_a_value_error(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("embed", "models generate text"),
-        ("score", "models generate text"),
+        ("encode", "embed gives embeddings"),
+        ("classify", "no heads for classes"),
         ("sleep", "close\\(\\) frees its memory"),
         ("wake_up", "does not sleep"),
         ("collective_rpc", "no workers"),
