@@ -27,6 +27,7 @@ from mooncake.config import Config, load_config
 from mooncake.errors import HandoffFailed, MooncakeError, NodeUnavailable
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership
+from mooncake.pooling import Vector
 from mooncake.rpc import (
     cluster_pb2,
     cluster_pb2_grpc,
@@ -37,7 +38,7 @@ from mooncake.rpc import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from mooncake.rpc.convert import tokens_from_wire
+from mooncake.rpc.convert import tokens_from_wire, vector_to_wire
 from mooncake.rpc.server import Channels, RpcServer
 from mooncake.sampling import SamplingParams
 from mooncake.types import TokenIds
@@ -61,6 +62,11 @@ def whole_answer(prompt: list[int], count: int) -> list[int]:
     for _ in range(count):
         tokens.append(next_token(tokens))
     return tokens[len(prompt) :]
+
+
+def states_of(tokens: list[int]) -> Vector:
+    """A prompt's hidden states, pooled."""
+    return np.array([next_token(tokens), len(tokens)], np.float32)
 
 
 async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
@@ -89,6 +95,8 @@ class Script:
     report_error: MooncakeError | None = None  # after the commit
     silent_report: bool = False
     blended_tokens: int = 0  # reported
+    pooled: bytes | None = None  # said in place of hidden states (prefill)
+    knows_no_pooling: bool = False  # as an older node: it answers (prefill)
     answer_eos_at: int = -1  # index of a token that ends the answer early
     dies_at_call: int = 0  # as ``FakeNode.die``, before it says anything (decode)
 
@@ -191,6 +199,11 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
                 prompt_tokens=len(tokens), local_cached_tokens=4, blended_tokens=script.blended_tokens
             )
             yield prefill_pb2.PrefillResponse(early_report=report)
+            if request.pooling and not script.knows_no_pooling:
+                pooled = vector_to_wire(states_of(tokens))
+                yield prefill_pb2.PrefillResponse(pooled=script.pooled if script.pooled is not None else pooled)
+                yield prefill_pb2.PrefillResponse(report=report)
+                return
             for choice in answers:
                 is_end = token_id == EOS and not request.sampling.ignore_eos
                 reason = "" if request.decode_address else "stop" if is_end else "length"
