@@ -44,6 +44,7 @@ from mooncake.model.llama import CausalLM
 from mooncake.model.load import load_model
 from mooncake.model_config import LatentAttention, ModelConfig, Routing
 from mooncake.page_groups import UNIFORM, PageGroups
+from mooncake.pooling import Pooling
 from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
 from mooncake.types import KVLayout
@@ -220,6 +221,48 @@ def test_the_engine_on_gpu_kernels_gives_the_tokens_of_the_definition(family: st
 
     expected = tokens_of(made(config, weights, kernels=reference), prompts)
     assert tokens_of(GpuModel(build, max_blocks=16, dtype=torch.float32, buckets=()), prompts) == expected
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.slow)])
+def test_embeddings_on_gpu_kernels_are_those_of_the_definition(family: str) -> None:
+    """Beside an answer, in the same steps, of which decodes are otherwise started ahead."""
+    config = ModelConfig(architecture=family, **(SHAPE | FAMILIES[family]))
+    made = DECODERS.get(family, CausalLM)
+    generator = torch.Generator().manual_seed(5)
+    weights = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in weight_shapes(config).items()}
+    prompts = [np.random.default_rng(length).integers(0, 101, length, dtype=np.uint32) for length in (35, 3, 1)]
+
+    def build(kernels: PlannedKernels) -> CausalLM | Decoder:
+        return made(config, weights, kernels=kernels)
+
+    theirs, expected = answer_and_pooled(made(config, weights, kernels=reference), prompts)
+    ours, found = answer_and_pooled(GpuModel(build, max_blocks=16, dtype=torch.float32, buckets=()), prompts)
+    assert ours == theirs
+    for vector, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(vector, wanted, rtol=1e-4, atol=1e-4)
+
+
+def answer_and_pooled(model: Any, prompts: list[np.ndarray]) -> tuple[list[int], list[np.ndarray]]:
+    """The answer to the first prompt, and all of them pooled in each way."""
+    kv = model.config
+    layout = KVLayout(len(kv.kv_owners), kv.num_kv_heads, BLOCK_TOKENS, kv.head_dim, "float32")
+    cache = DeviceCache(layout, 40, DEVICE) if isinstance(model, GpuModel) else KVCache(layout, 40)
+    engine = Engine(model, cache, EngineConfig(BLOCK_TOKENS, chunk_tokens=32, max_sequences=8, max_model_len=256))
+
+    def sequence(name: str, prompt: np.ndarray, max_tokens: int, pooling: Pooling | None) -> Sequence:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        chain = Chain(bytes(32))
+        return Sequence(name, prompt, len(prompt), sampling, chain, eos_ids=(), max_model_len=256, pooling=pooling)
+
+    answer = sequence("answer", prompts[0], 5, None)
+    pooled = [sequence(f"{kind} {len(prompt)}", prompt, 1, kind) for kind in Pooling for prompt in prompts]
+    for each in (answer, *pooled):
+        engine.add(each)
+    found = {}
+    while engine.has_work:
+        found |= {output.request_id: output.pooled for output in engine.step()}
+    engine.block_pool.check()
+    return answer.tokens.tolist(), [found[each.request_id] for each in pooled]
 
 
 @pytest.mark.slow
