@@ -20,7 +20,6 @@ from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import BlockToLoad
 from mooncake.errors import InvalidRequest, MooncakeError
 from mooncake.hashing import Chain
-from mooncake.pooling import Pooling
 from mooncake.rpc import prefill_pb2 as pb
 from mooncake.rpc.convert import (
     pooling_from_wire,
@@ -176,8 +175,6 @@ class PrefillJob:
         """How many leading blocks to read from the pool, if that is more than this node holds: what the pool has,
         limited to what the conductor found worth reading."""
         usable = min(len(self._keys), (len(self._tokens) - 1) // self._block_tokens)
-        if self._pooling is Pooling.MEAN:  # every token is computed
-            usable = 0
         if self._request.HasField("pool_tokens"):
             usable = min(usable, self._request.pool_tokens // self._block_tokens)
         if self._prefix is None or not usable or self._node.host.engine.match(self._keys[:usable]) == usable:

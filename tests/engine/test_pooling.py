@@ -13,12 +13,13 @@ from tiny_model import write_tiny_model
 
 from mooncake.checkpoint import open_checkpoint
 from mooncake.engine.cache.kv_cache import KVCache
-from mooncake.engine.contract import EngineConfig
+from mooncake.engine.contract import CausalModel, EngineConfig, StepOutput
 from mooncake.engine.engine import Engine
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import InvalidRequest
 from mooncake.hashing import Chain
-from mooncake.model import load_model
+from mooncake.model import CausalLM, ForwardBatch, LayerHook, load_model
+from mooncake.model.decoder import Decoder
 from mooncake.pooling import Pooling, Vector
 from mooncake.precision import FLOAT32
 from mooncake.sampling import SamplingParams
@@ -41,10 +42,10 @@ class Folder:
         self.checkpoint = open_checkpoint(str(path))
         self.model = load_model(self.checkpoint, FLOAT32, 256)
 
-    def engine(self, chunk_tokens: int = 64, num_blocks: int = 64) -> Engine:
+    def engine(self, chunk_tokens: int = 64, num_blocks: int = 64, model: CausalModel | None = None) -> Engine:
         cache = KVCache(self.checkpoint.kv_layout(BLOCK, "float32"), num_blocks)
         settings = EngineConfig(BLOCK, chunk_tokens, max_sequences=8, max_model_len=256)
-        return Engine(self.model, cache, settings)
+        return Engine(model or self.model, cache, settings)
 
     def their_states(self, prompt: list[int]) -> Vector:
         """[T, hidden], behind the final norm."""
@@ -120,29 +121,46 @@ def test_of_a_prompt_that_is_cached_as_a_whole_the_last_token_is_computed(qwen3:
     assert engine.load().computed_tokens == computed + 1
 
 
-def test_answers_and_embeddings_share_steps(qwen3: Folder) -> None:
+class OneRank:
+    """As a rank, which has rows of logits for hidden states, too; they mean nothing."""
+
+    def __init__(self, model: CausalLM | Decoder) -> None:
+        self._model, self.config, self.hidden_size = model, model.config, model.hidden_size
+
+    def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
+        logits = self._model.forward(batch, cache, hook)
+        return torch.cat([logits, torch.full((batch.num_hidden, logits.shape[1]), torch.nan)])
+
+
+@pytest.mark.parametrize("is_rank", [False, True])
+def test_answers_and_embeddings_share_steps(qwen3: Folder, is_rank: bool) -> None:
     """Each is what it is alone, although they are rows of the same batches."""
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
-    alone, tokens = qwen3.engine(chunk_tokens=32), {}
-    answered = sequence(prompt_of(40, 5), None, sampling)
-    alone.add(answered)
-    while alone.has_work:
-        alone.step()
-    expected = answered.tokens.tolist()
+    alone = qwen3.engine(chunk_tokens=32)
+    expected = [*answers(alone, [sequence(prompt_of(40, 5), None, sampling)])]
     [last], [mean] = (embed(qwen3.engine(), [prompt_of(90, 6)], kind) for kind in Pooling)
 
-    engine = qwen3.engine(chunk_tokens=32)
-    answers = [sequence(prompt_of(40, 5), None, sampling) for _ in range(2)]
+    engine = qwen3.engine(chunk_tokens=32, model=OneRank(qwen3.model) if is_rank else None)
+    scored = [sequence(prompt_of(40, 5), None, sampling) for _ in range(2)]
     pooled = [sequence(prompt_of(90, 6), kind) for kind in (*Pooling, *Pooling)]
-    for each in (answers[0], *pooled[:2], answers[1], *pooled[2:]):
+    outputs = answers(engine, [scored[0], *pooled[:2], scored[1], *pooled[2:]])
+    found = {output.request_id: output.pooled for output in outputs}
+    for each in scored:
+        mine = [output for output in outputs if output.request_id == each.request_id]
+        assert [output.token for output in mine] == [output.token for output in expected]
+        assert mine[0].prompt_logprobs == expected[0].prompt_logprobs
+    for each, vector in zip(pooled, (last, mean, last, mean), strict=True):
+        np.testing.assert_array_equal(found[each.request_id], vector)
+
+
+def answers(engine: Engine, sequences: Rows[Sequence]) -> list[StepOutput]:
+    outputs = []
+    for each in sequences:
         engine.add(each)
     while engine.has_work:
-        for output in engine.step():
-            tokens[output.request_id] = output.pooled
-    for each in answers:
-        assert each.tokens.tolist() == expected
-    for each, vector in zip(pooled, (last, mean, last, mean), strict=True):
-        np.testing.assert_array_equal(tokens[each.request_id], vector)
+        outputs += engine.step()
+    assert engine.take_ended() == []
+    return outputs
 
 
 def test_a_mean_survives_preemption(qwen3: Folder) -> None:
