@@ -236,11 +236,16 @@ def test_embeddings_on_gpu_kernels_are_those_of_the_definition(family: str) -> N
         return made(config, weights, kernels=kernels)
 
     theirs, expected = answer_and_pooled(made(config, weights, kernels=reference), prompts)
-    ours, found = answer_and_pooled(GpuModel(build, max_blocks=16, dtype=torch.float32, buckets=(1,)), prompts)
+    ours, found = answer_and_pooled(GpuModel(build, max_blocks=16, dtype=torch.float32, buckets=()), prompts)
     assert ours == theirs
     np.testing.assert_array_equal(found[-1], found[2], "of a single token, in a step that could be a decode's")
     for vector, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(vector, wanted, rtol=1e-4, atol=1e-4)
+    with_graphs = GpuModel(build, max_blocks=16, dtype=torch.float32, buckets=(1,))
+    decode = ForwardBatch.of_last_token(torch.tensor([1, 2]), BLOCK_TOKENS, [0])
+    cache = torch.zeros(1, 1, 2, 2, BLOCK_TOKENS, 16)
+    assert with_graphs.replays(decode, cache, NoHook())
+    assert not with_graphs.replays(replace(decode, hidden=torch.empty(1, 64)), cache, NoHook())
 
 
 def answer_and_pooled(model: Any, prompts: list[np.ndarray]) -> tuple[list[int], list[np.ndarray]]:
