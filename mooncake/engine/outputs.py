@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from mooncake.engine.cache.block_manager import BlockManager
@@ -19,7 +20,7 @@ from mooncake.engine.decoding.sampler import Sampler
 from mooncake.engine.requests import Requests
 from mooncake.engine.sequence import Sequence
 from mooncake.engine.step_plan import StepEntry
-from mooncake.pooling import Pooling
+from mooncake.pooling import Pooling, Vector
 from mooncake.types import FinishReason, SampledToken, TokenLogprob
 
 _NO_TOKEN = SampledToken(0, 0)  # of a sequence that is pooled
@@ -148,11 +149,8 @@ class OutputProcessor:
             if not count:
                 continue
             pooled = states[-1].numpy()
-            if sequence.pooling is Pooling.MEAN:  # summed so exactly that it does not matter where chunks end
-                before = sequence.hidden_sum if entry.first else None
-                total = states.double().sum(0).numpy()
-                sequence.hidden_sum = total if before is None else before + total
-                pooled = (sequence.hidden_sum / sequence.num_tokens).astype(np.float32)
+            if sequence.pooling is Pooling.MEAN:
+                pooled = self._add_to_mean(sequence, states[max(sequence.num_summed - entry.first, 0) :], entry.end)
             if entry.end < sequence.num_tokens:
                 continue
             if not np.isfinite(pooled).all():
@@ -162,6 +160,14 @@ class OutputProcessor:
             self.outputs.append(output)
             finished.append(sequence)
         return finished
+
+    def _add_to_mean(self, sequence: Sequence, states: torch.Tensor, end: int) -> Vector:
+        """``states`` are those of its next tokens before ``end``. Summed so exactly that it does not matter where chunks
+        end."""
+        total: npt.NDArray[np.float64] = states.double().sum(0).numpy()
+        sequence.hidden_sum = total if sequence.hidden_sum is None else sequence.hidden_sum + total
+        sequence.num_summed = max(sequence.num_summed, end)
+        return (sequence.hidden_sum / sequence.num_summed).astype(np.float32)
 
     # Beam searches
 

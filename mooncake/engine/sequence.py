@@ -95,7 +95,8 @@ class Sequence:
     num_computed: int = field(default=0, init=False)
     num_cached_tokens: int = field(default=0, init=False)  # found in this engine's own cache when first admitted
     num_preemptions: int = field(default=0, init=False)
-    hidden_sum: npt.NDArray[np.float64] | None = field(default=None, init=False)  # of computed tokens, for their mean
+    hidden_sum: npt.NDArray[np.float64] | None = field(default=None, init=False)  # of its first tokens, for their mean,
+    num_summed: int = field(default=0, init=False)  # and how many these are: after a preemption more than are computed
 
     # Its KV
 

@@ -42,8 +42,10 @@ class Folder:
         self.checkpoint = open_checkpoint(str(path))
         self.model = load_model(self.checkpoint, FLOAT32, 256)
 
-    def engine(self, chunk_tokens: int = 64, num_blocks: int = 64, model: CausalModel | None = None) -> Engine:
-        cache = KVCache(self.checkpoint.kv_layout(BLOCK, "float32"), num_blocks)
+    def engine(
+        self, chunk_tokens: int = 64, num_blocks: int = 64, model: CausalModel | None = None, num_places: int = 0
+    ) -> Engine:
+        cache = KVCache(self.checkpoint.kv_layout(BLOCK, "float32"), num_blocks, num_places=num_places)
         settings = EngineConfig(BLOCK, chunk_tokens, max_sequences=8, max_model_len=256)
         return Engine(model or self.model, cache, settings)
 
@@ -163,10 +165,11 @@ def answers(engine: Engine, sequences: Rows[Sequence]) -> list[StepOutput]:
     return outputs
 
 
-def test_a_mean_survives_preemption(qwen3: Folder) -> None:
-    """A sequence that gives way is computed again from its first token."""
+@pytest.mark.parametrize("num_places", [0, 1, 8])
+def test_a_mean_survives_preemption(qwen3: Folder, num_places: int) -> None:
+    """A sequence that gives way is computed again from its first token, or from where its blocks were kept."""
     [mean] = embed(qwen3.engine(), [prompt_of(100)], Pooling.MEAN)
-    engine = qwen3.engine(chunk_tokens=4, num_blocks=11)
+    engine = qwen3.engine(chunk_tokens=4, num_blocks=11, num_places=num_places)
     wanted = sequence(prompt_of(100), Pooling.MEAN)
     answer = sequence(prompt_of(40, 3), None, SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True))
     engine.add(answer)
