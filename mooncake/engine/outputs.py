@@ -162,8 +162,8 @@ class OutputProcessor:
         return finished
 
     def _add_to_mean(self, sequence: Sequence, states: torch.Tensor, end: int) -> Vector:
-        """``states`` are those of its next tokens before ``end``. Summed so exactly that it does not matter where chunks
-        end."""
+        """``states`` are those of its next tokens before ``end``, summed so exactly that it does not matter where
+        chunks end."""
         total: npt.NDArray[np.float64] = states.double().sum(0).numpy()
         sequence.hidden_sum = total if sequence.hidden_sum is None else sequence.hidden_sum + total
         sequence.num_summed = max(sequence.num_summed, end)

@@ -13,6 +13,7 @@ import pytest_asyncio
 import torch
 from drive import ask, status, wait_idle
 from in_process import InProcessCluster, held
+from tiny_embedder import write_embedder
 from tiny_model import write_tiny_model
 from waiting import until
 
@@ -193,3 +194,20 @@ async def test_without_a_prefill_node_it_is_refused(tmp_path: Path) -> None:
         assert not (await status(cluster.channel)).nodes
     finally:
         await cluster.stop()
+
+
+@pytest.mark.timeout(120)
+async def test_a_published_embedder_is_served_and_generates_nothing(tmp_path: Path, cluster: InProcessCluster) -> None:
+    theirs = write_embedder(tmp_path, "Transformer", "Pooling", "Normalize")
+    await cluster.start()
+    nodes = [await cluster.join(PrefillNode, "prefill-0"), await cluster.join(DecodeNode, "decode-0")]
+    try:
+        vector, _ = await embed(cluster, PROMPT)
+        with torch.no_grad():
+            expected = unit(theirs(torch.tensor([PROMPT])).last_hidden_state[0, -1])
+        np.testing.assert_allclose(vector, expected, rtol=2e-5, atol=2e-5)
+        with pytest.raises(InvalidRequest, match="no output head"):
+            await ask(cluster.channel, PROMPT, 4)
+    finally:
+        for node in nodes:
+            await node.stop()
