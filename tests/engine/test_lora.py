@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_lora import write_adapter
 from tiny_model import write_tiny_model
 
-from mooncake import LLM, SamplingParams
+from mooncake import LLM, LoRARequest, SamplingParams
 from mooncake.adapters import open_adapter
 from mooncake.checkpoint import open_checkpoint
 from mooncake.errors import InvalidRequest, ModelError
@@ -51,6 +51,16 @@ def llm(models: tuple[Path, dict[str, Any]]) -> Iterator[LLM]:
     with LLM(str(folder), kv_gb=0.01, block_tokens=8, chunk_tokens=16, adapters=adapters) as llm:
         yield llm
         llm.engine.block_pool.check()
+
+
+def test_each_adapter_embeds_as_if_it_were_merged(models: tuple[Path, dict[str, Any]], llm: LLM) -> None:
+    for _ in range(2):  # then from what is cached
+        asked = [None if not name else LoRARequest(name) for name in models[1]]
+        found = llm.embed([PROMPTS[0]] * len(asked), lora_request=asked)
+        for output, merged in zip(found, models[1].values(), strict=True):
+            with torch.no_grad():
+                state = merged.model(torch.tensor([PROMPTS[0]])).last_hidden_state[0, -1]
+            np.testing.assert_allclose(output.outputs.embedding, state / state.norm(), rtol=2e-5, atol=2e-5)
 
 
 def test_each_adapter_answers_as_if_it_were_merged(models: tuple[Path, dict[str, Any]], llm: LLM) -> None:
