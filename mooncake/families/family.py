@@ -133,11 +133,8 @@ def norm_shapes(name: str, width: int) -> Shapes:
 
 def head_shapes(name: str, config: ModelConfig) -> Shapes:
     """Shapes of the output head; empty if it is tied to the embeddings, or if there is none."""
-    return (
-        {}
-        if config.tie_embeddings or not config.has_head
-        else {f"{name}.weight": (config.vocab_size, config.hidden_size)}
-    )
+    has_own = config.has_head and not config.tie_embeddings
+    return {f"{name}.weight": (config.vocab_size, config.hidden_size)} if has_own else {}
 
 
 def gated_shapes(name: str, hidden: int, inner: int) -> Shapes:
