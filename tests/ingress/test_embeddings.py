@@ -117,6 +117,14 @@ async def test_the_first_failure_ends_all(front):
     assert failed.status_code == 503 and "the node is gone" in failed.json()["error"]["message"]
 
 
+async def test_a_client_that_leaves_ends_all(front):
+    front.script.delay_s = 30.0
+    asking = asyncio.create_task(front.http.post("/v1/embeddings", json={"input": ["a", "b"]}))
+    await front.script.until(lambda: len(front.script.running) == 2)
+    asking.cancel()
+    await front.script.until_closed(2)
+
+
 async def test_so_many_inputs_run_at_once_as_the_cluster_may(open_front):
     """A request with more inputs than there are places is answered, a few at a time."""
     async with open_front(max_requests=3) as front:
