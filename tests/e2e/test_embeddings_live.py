@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import os
+import signal
 
+import grpc
 import httpx
 import numpy as np
 import openai
 import pytest
+from drive import computing_node
+from live import running_cluster, small_config
 
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.pooling import Vector
@@ -70,3 +76,24 @@ def test_a_prefix_in_the_pool_is_reused_and_changes_no_bit(cluster: LocalCluster
         assert cached >= second.usage.prompt_tokens // block * block > 0
         assert alone.usage.prompt_tokens_details["cached_tokens"] == 0  # type: ignore[attr-defined]
         assert alone.data[0].embedding == first.data[0].embedding == second.data[0].embedding
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+async def test_a_prefill_node_that_is_killed_midway_costs_a_retry_and_changes_no_bit() -> None:
+    texts = [f"{number}. {LONG * 4}" for number in range(4)]
+    with running_cluster(small_config("cluster.prefill=2")) as cluster:
+        url = f"{cluster.http_url}/v1"
+        async with (
+            openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client,
+            grpc.aio.insecure_channel(cluster.grpc_address) as channel,
+            httpx.AsyncClient() as http,
+        ):
+            asking = asyncio.create_task(client.embeddings.create(model="", input=texts))
+            os.kill(cluster.pids[await computing_node(channel, "prefill")], signal.SIGKILL)
+            found = await asking
+            again = await client.embeddings.create(model="", input=texts, extra_body={"cache_salt": "again"})
+            metrics = (await http.get(f"{cluster.http_url}/metrics")).text
+        assert [each.embedding for each in found.data] == [each.embedding for each in again.data]
+        retries = next(line for line in metrics.splitlines() if line.startswith("mooncake_request_retries_total"))
+        assert float(retries.split()[-1]) >= 1
