@@ -15,6 +15,7 @@ import torch
 
 from mooncake.engine.cache.rank_mirror import RankCopies, RanksMirror
 from mooncake.model.batch import LayerHook
+from mooncake.model.parallel.ranks import StepAbandoned
 
 _GO_ON, _ABANDON, _COPY_OUT = range(3)
 
@@ -25,10 +26,6 @@ class Messages(Protocol):
     def send(self, kind: int, *arrays: npt.NDArray[np.int64]) -> None: ...
 
     def receive(self) -> tuple[int, list[torch.Tensor]]: ...
-
-
-class StepAbandoned(Exception):
-    """By the first rank, because of its hook."""
 
 
 class FirstPass:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from mooncake.checkpoint import Checkpoint, open_checkpoint
-from mooncake.engine.backends.gpu_passes import FirstPass, OtherPass, StepAbandoned
+from mooncake.engine.backends.gpu_passes import FirstPass, OtherPass
 from mooncake.engine.cache.device_cache import DeviceCache, HostMirror, Share
 from mooncake.engine.cache.rank_mirror import RankCopies, RanksMirror, connect
 from mooncake.engine.contract import StartedStep
@@ -44,6 +44,7 @@ from mooncake.model.load import load_part
 from mooncake.model.pages import TORCH_DTYPES, Mappable, SharedMemory
 from mooncake.model.parallel.ranks import (
     Group,
+    StepAbandoned,
     Workers,
     batch_arrays,
     batch_of,
