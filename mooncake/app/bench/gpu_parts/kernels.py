@@ -26,6 +26,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # of an 8B model of the Llama family
 READ_STREAM, COPY = "read stream", "copy, read + write"
 MOST_ERROR = 0.02  # of the norm of attention's output: bfloat16 weights cost some thousandths
 PRODUCT_LAYERS = 8  # one's 59 MB of codes would stay in the L2 in part, and twice as many bytes of bfloat16 would not
+INT8_TOPS = 1979  # of int8 matrix products without sparsity, by an H200's data sheet
 CODINGS: dict[Coding, str] = {"w8a8": "W8A8 product", "int8": "product with int8 weights"}
 COPY_LAUNCHES = ((COPY_PROGRAMS, COPY_WORDS), (8, 2048), (16, 2048), (16, 4096))  # programs, words
 _sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -309,8 +310,8 @@ def elementwise(gpu: Gpu, report: Report, _: float) -> None:
 
 
 def int8_products(gpu: Gpu, report: Report, _: float) -> None:
-    for tokens in (1, 64, 4096):
-        tokens = gpu.scale.size(tokens, min(tokens, 8))
+    for name, full in (("1", 1), ("64", 64), ("4k", 4096)):
+        tokens = gpu.scale.size(full, min(full, 8))
         inputs, outputs = gpu.scale.size(4096, 64), gpu.scale.size(14_336, 96)
         shape = (PRODUCT_LAYERS, outputs, inputs)
         weights = torch.randn(shape, device=gpu.device, dtype=gpu.dtype).mul_(0.02).unbind()
@@ -318,10 +319,12 @@ def int8_products(gpu: Gpu, report: Report, _: float) -> None:
         plain = _products_s(gpu, [reference.Linear(weight) for weight in weights], hidden)
         amount = 2.0 * tokens * inputs * outputs / 1e12
         report.add(rate("torch", "bf16 product", "TFLOP/s", amount, plain, tokens=tokens))
-        for coding, name in CODINGS.items():
+        for coding, what in CODINGS.items():
             ours = _products_s(gpu, [gpu.kernels.linear(weight, coding=coding) for weight in weights], hidden)
-            report.add(rate("ours", name, "TFLOP/s", amount, ours, tokens=tokens))
-            report.ratios[f"{coding}_{tokens}_vs_bf16"] = min(plain) / min(ours)
+            report.add(rate("ours", what, "TFLOP/s", amount, ours, tokens=tokens))
+            report.ratios[f"{coding}_{name}_vs_bf16"] = min(plain) / min(ours)
+            if (coding, full) == ("w8a8", 4096):
+                report.ratios[f"w8a8_{name}_vs_{INT8_TOPS}_tops"] = amount / min(ours) / INT8_TOPS
 
 
 def _products_s(gpu: Gpu, layers: Sequence[reference.Linear | Int8Linear], hidden: torch.Tensor) -> tuple[float, ...]:
