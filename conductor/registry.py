@@ -95,6 +95,9 @@ class NodeInfo:
     device: str = ""  # the device it computes on
     max_model_len: int = 0  # tokens of prompt plus answer, as configured; 0: not said
     settings: tuple[tuple[str, str], ...] = ()  # (name, value) of those that nodes must have in common
+    kv_bytes: int = 0  # of its KV cache
+    kv_why: str = ""  # so many, where nobody said
+    chunk_tokens: int = 0  # of prompts in a step
 
     @property
     def host_id(self) -> str:

@@ -28,6 +28,9 @@ def info_from_wire(message: pb.NodeInfo) -> NodeInfo:
         device=message.device,
         max_model_len=message.max_model_len,
         settings=tuple(sorted(message.settings.items())),
+        kv_bytes=message.kv_bytes,
+        kv_why=message.kv_why,
+        chunk_tokens=message.chunk_tokens,
     )
 
 
@@ -45,6 +48,9 @@ def info_to_wire(info: NodeInfo) -> pb.NodeInfo:
         device=info.device,
         max_model_len=info.max_model_len,
         settings=dict(info.settings),
+        kv_bytes=info.kv_bytes,
+        kv_why=info.kv_why,
+        chunk_tokens=info.chunk_tokens,
     )
 
 

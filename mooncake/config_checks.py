@@ -37,8 +37,6 @@ _POSITIVE = (
     "store.lease_s",
     "store.ssd_gb",
     "store.reserve_timeout_s",
-    "prefill.kv_gb",
-    "decode.kv_gb",
     "transfer.handoff_timeout_s",
 )
 _NOT_NEGATIVE = (
@@ -51,6 +49,9 @@ _NOT_NEGATIVE = (
     "conductor.max_tail_tokens",
     "conductor.balance_dwell_s",
     "conductor.balance_node_dwell_s",
+    "prefill.kv_gb",
+    "decode.kv_gb",
+    "node.spare_gb",
     "prefill.chunk_tokens",
     "prefill.blend_share",
     "prefill.swap_gb",
@@ -93,6 +94,7 @@ _AT_LEAST_ONE = (
 )
 _MOST = 1e15  # of anything: beyond it, timers and sizes are numbers that nothing can count in
 _SHARES = ("cluster.decode_share", "node.decode_share")
+_UP_TO_ONE = ("prefill.gpu_memory_utilization", "decode.gpu_memory_utilization")
 _BETWEEN = {
     "block.tokens": range(1, 1025),
     "transfer.streams": range(1, 17),
@@ -124,6 +126,7 @@ def _check_numbers(config: Config) -> None:
     _require(config, _NOT_NEGATIVE, "must not be negative", lambda value: 0 <= value < math.inf)
     _require(config, _AT_LEAST_ONE, "must be at least 1", lambda value: value >= 1)
     _require(config, _SHARES, "must be between 0.01 and 1", lambda value: 0.01 <= value <= 1)
+    _require(config, _UP_TO_ONE, "must be between 0 and 1", lambda value: 0 <= value <= 1)
     for name, allowed in _BETWEEN.items():
         _require(config, (name,), f"must be between {allowed[0]} and {allowed[-1]}", allowed.__contains__)
     unbounded = (*_AT_LEAST_10_MS, *_POSITIVE, *_NOT_NEGATIVE, *_AT_LEAST_ONE)

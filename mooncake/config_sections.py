@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from mooncake.addresses import join_address
 from mooncake.api_keys import HIDDEN
@@ -18,6 +18,12 @@ from mooncake.precision import Coding, Precision, resolve_precision
 TBT_ROOM = 0.85
 """Of ``conductor.tbt_limit_ms``, for a step that admission predicts, and for one with the rest after it: a request's
 longest gaps come later, or before its first step."""
+
+# A few cores are busy with few tokens. A GPU reads its weights in the time in which it multiplies them by a few hundred
+# tokens, so that 2,048 keep it busy (fewer, where experts share them), and are short enough to compute beside decodes.
+CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 256, 2048
+CPU_SEQUENCES, GPU_SEQUENCES = 64, 256
+
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
 
 
@@ -160,15 +166,29 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A prefill or decode node (sections [prefill] and [decode])."""
 
     device: str = "cpu"  # for computing: "cpu", "cuda", or "cuda:1" and so on; of several GPUs the first
-    kv_gb: float = 1.0  # paged cache; on a GPU, and as much again in host memory, where other nodes write and read
+    # paged cache; on a GPU, and as much again in host memory, where other nodes write and read. 0: on a GPU what
+    # gpu_memory_utilization leaves, on a CPU 1, or more where the longest sequence needs it and memory is free
+    kv_gb: float = 0.0
+    # of a GPU, where kv_gb is 0, for all that the node has there; 0: 0.9, which nodes that start on it together share
+    gpu_memory_utilization: float = 0.0
     swap_gb: float = 0.25  # host memory for blocks of preempted sequences, where copying beats computing; 0: none
-    chunk_tokens: int = 256  # maximum prompt tokens per step, rounded to blocks; 0: whole prompts
-    max_sequences: int = 64  # running at once
+    chunk_tokens: int = (
+        -1
+    )  # maximum prompt tokens per step, rounded to blocks; 0: whole prompts; -1: 256, on a GPU 2048
+    max_sequences: int = 0  # running at once; 0: 64, on a GPU 256
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes take less; 0: by chunk_tokens alone
     speculative_tokens: int = 0  # maximum draft tokens per sequence and step; 0: none
     draft_model: str = ""  # model that proposes them, with the same vocabulary, as model.path; "": from earlier text
     threads: int = 0  # of the compute library; 0: all cores, or twice their share where many nodes start on one machine
     tensor_parallel: int = 1  # processes with a part of every layer, and `threads` threads or a GPU each
+
+    def __post_init__(self) -> None:
+        """What follows from the device alone: a node and its conductor come to the same."""
+        on_cpu = self.device == "cpu"
+        if self.chunk_tokens == -1:
+            force_setattr(self, "chunk_tokens", CPU_CHUNK_TOKENS if on_cpu else GPU_CHUNK_TOKENS)
+        if self.max_sequences == 0:
+            force_setattr(self, "max_sequences", CPU_SEQUENCES if on_cpu else GPU_SEQUENCES)
 
     @property
     def num_processes(self) -> int:
@@ -253,6 +273,7 @@ class NodeSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_timeout_s: float = 600.0  # without progress in a step (or 120 of the event loop): it exits; 0: never
     cores: tuple[int, ...] = ()  # for the process; []: all
     decode_share: float = 1.0  # part of the time that decode steps take while prompts are computed for this node
+    spare_gb: float = 0.0  # its part of the host's free memory, for a cache of kv_gb = 0; 0: half of it, as it starts
 
     @property
     def reached_at(self) -> str:

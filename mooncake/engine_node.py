@@ -186,6 +186,9 @@ class EngineNode:
             device=self._section.device,
             max_model_len=self._plan.max_model_len,
             settings=self._plan.settings,
+            kv_bytes=self._plan.cache_size.num_bytes,
+            kv_why=self._plan.cache_size.why,
+            chunk_tokens=self._section.chunk_tokens,
         )
         for role in self._roles:
             role.describe(info)

@@ -72,9 +72,7 @@ _CLUSTER = "an LLM is one engine; a cluster (mooncake serve) has several, around
 
 OF_LLM = _by_name(
     {
-        ("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override"): (
-            "kv_gb is the size of the KV cache"
-        ),
+        ("kv_cache_memory_bytes", "num_gpu_blocks_override"): "kv_gb is the size of the KV cache",
         ("max_num_seqs",): "it is max_sequences here",
         ("max_num_batched_tokens",): "it is chunk_tokens here",
         ("block_size",): "it is block_tokens here",

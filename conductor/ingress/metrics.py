@@ -253,6 +253,7 @@ def _nodes(status: StatusResponse) -> Iterator[Metric]:
     preempted = CounterMetricFamily("mooncake_node_preemptions", "Preemptions of sequences", labels=("node", "role"))
     events = CounterMetricFamily("mooncake_node_events", "What a node counts", labels=("node", "role", "event"))
     levels = GaugeMetricFamily("mooncake_node_level", "What a node has at present", labels=("node", "role", "level"))
+    limits = GaugeMetricFamily("mooncake_node_limit", "What a node has room for", labels=("node", "role", "limit"))
     for node in status.nodes:
         load, who = node.load, (node.info.node_id, node.info.role)
         for state, count in _block_states(load):
@@ -267,9 +268,11 @@ def _nodes(status: StatusResponse) -> Iterator[Metric]:
             sequences.add_metric((*who, "running"), load.running)
             sequences.add_metric((*who, "waiting"), load.waiting)
             preempted.add_metric(who, load.preemptions)
+            for name in ("kv_bytes", "chunk_tokens", "max_sequences"):
+                limits.add_metric((*who, name), getattr(node.info, name))
         for name, count in sorted(load.counters.items()):
             (levels if name in _LEVELS else events).add_metric((*who, name), count)
-    yield from (blocks, sequences, up, health, age, sent, received, preempted, events, levels)
+    yield from (blocks, sequences, up, health, age, sent, received, preempted, events, levels, limits)
 
 
 def _counted(loads: Sequence[Load], name: str) -> int:

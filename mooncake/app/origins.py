@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from mooncake.config import Config, load_config, masked
+from mooncake.config import Config, EngineSection, PrefillSection, load_config, masked
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +22,11 @@ class Setting:
 
 def settings(path: Path | None, overrides: list[str]) -> list[Setting]:
     """All values in the order of the configuration, with secrets hidden. Raises ConfigError for a wrong value."""
-    values = dict(_flat(msgspec.to_builtins(masked(load_config(path, overrides)))))
-    defaults = dict(_flat(msgspec.to_builtins(Config())))
+    config = load_config(path, overrides)
+    values = dict(_flat(msgspec.to_builtins(masked(config))))
+    prefill, decode = PrefillSection(device=config.prefill.device), EngineSection(device=config.decode.device)
+    defaults = dict(_flat(msgspec.to_builtins(Config(prefill=prefill, decode=decode))))  # of these devices
+    defaults |= dict.fromkeys(("prefill.device", "decode.device"), "cpu")
     in_file = (
         {name for name, _ in _flat(tomllib.loads(path.read_text(encoding="utf-8-sig")))} if path is not None else set()
     )

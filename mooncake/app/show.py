@@ -31,6 +31,8 @@ def show_status(address: str, as_json: bool) -> None:
     out.print()
     out.print(_node_table(status))
     out.print("[dim]used, cached and free: blocks of the KV cache, or of the store[/]")
+    for line, names in _limits(status).items():
+        out.print(f"[dim]{escape(', '.join(names))}: {escape(line)}[/]")
     links = [(node.info.node_id, link) for node in status.nodes for link in node.transports]
     if links:
         out.print()
@@ -95,6 +97,18 @@ def _node_table(status: pb.StatusResponse) -> Table:
             *(f"{count:,}" for count in counts),
         )
     return table
+
+
+def _limits(status: pb.StatusResponse) -> dict[str, list[str]]:
+    """What nodes that compute have room for, and the names of those of which it is true."""
+    found: dict[str, list[str]] = {}
+    for node in status.nodes:
+        if (info := node.info).kv_bytes:
+            why = f" ({info.kv_why})" if info.kv_why else ""
+            steps = f"steps of {info.chunk_tokens:,} prompt tokens" if info.chunk_tokens else "whole prompts in a step"
+            line = f"{gigabytes(info.kv_bytes)} of KV cache{why}, {steps}, {info.max_sequences:,} sequences"
+            found.setdefault(line, []).append(info.node_id)
+    return found
 
 
 def _sickness(node: pb.NodeStatus) -> str:

@@ -33,6 +33,7 @@ from mooncake.engine.backends.backend import (
     plan_pages,
     prepare_adapter,
 )
+from mooncake.engine.backends.fitting import Asked, choose_pages, largest_step
 from mooncake.engine.contract import EngineConfig, check_least
 from mooncake.engine.engine import Engine
 from mooncake.errors import InvalidRequest
@@ -47,6 +48,7 @@ from mooncake.pooling import Pooling
 from mooncake.precision import Coding, Precision, check_device, resolve_precision
 from mooncake.sampling import SamplingParams as EngineSampling
 from mooncake.sampling_params import SamplingParams
+from mooncake.sizing import GB
 from mooncake.text.detokenizer import TextAssembler, bad_word_tokens
 from mooncake.text.template_source import template_source
 from mooncake.types import TokenIds
@@ -71,8 +73,8 @@ class InProcessEngine:
         self.defaults = checkpoint.sampling_defaults(args.generation_config)
         limits = EngineConfig(
             args.block_tokens,
-            args.chunk_tokens,
-            args.max_sequences,
+            args.step_tokens,
+            args.most_sequences,
             checkpoint.config.context(args.max_model_len),
             max_waiting,
             tbt_limit_ms=args.tbt_limit_ms,
@@ -85,7 +87,9 @@ class InProcessEngine:
         stored: Coding = own if args.tensor_parallel_size == 1 or own == "int8" else ""  # W8A8 is for one process
         dtype = str(args.dtype).removeprefix("torch.")  # one of torch's own has a name, too
         precision = resolve_precision(dtype, args.kv_dtype, args.weights, (args.device,), args.key_scales, stored)
-        config, size = _fit(checkpoint, precision, limits, processes.count, args.kv_gb, args.swap_gb)
+        config, size = _fit(args, checkpoint, precision, limits, processes)
+        if size.why:
+            log.info("a KV cache of %.2f GB: %s", size.num_bytes / GB, size.why)
         self.max_model_len = size.max_model_len
         self.vocab_size = checkpoint.config.vocab_size
         self._max_logprobs = self.vocab_size if args.max_logprobs == -1 else args.max_logprobs
@@ -100,7 +104,7 @@ class InProcessEngine:
             self.backend = open_backend(spec)
         drafter = None
         if args.draft_model:
-            most, chunk = args.speculative_tokens, args.chunk_tokens
+            most, chunk = args.speculative_tokens, args.step_tokens
             drafter = draft_on(args.device, args.draft_model, dtype, size, self.vocab_size, most, chunk)
         self.engine = Engine(self.backend.model, self.backend.cache, config, self.guides, drafter)
         self._numbers = itertools.count()
@@ -215,6 +219,9 @@ def _check(args: EngineArgs) -> None:
         "context_parallel_size": args.context_parallel_size,
     }
     check_least({"kv_gb": (args.kv_gb, 0), "swap_gb": (args.swap_gb, 0), "threads": (args.threads, 0)})
+    check_least({"gpu_memory_utilization": (args.gpu_memory_utilization, 0.01)})
+    if args.gpu_memory_utilization > 1:
+        raise InvalidRequest("gpu_memory_utilization is a fraction, at most 1", "gpu_memory_utilization")
     check_least({name: (count, 1) for name, count in counts.items()} | {"max_logprobs": (args.max_logprobs, -1)})
     check_counts(counts, args.device, has_adapters=bool(args.adapters))
     if args.generation_config not in GENERATION_CONFIGS:
@@ -223,24 +230,40 @@ def _check(args: EngineArgs) -> None:
 
 
 def _fit(
-    checkpoint: Checkpoint,
-    precision: Precision,
-    limits: EngineConfig,
-    num_processes: int,
-    kv_gb: float,
-    swap_gb: float,
+    args: EngineArgs, checkpoint: Checkpoint, precision: Precision, limits: EngineConfig, processes: Processes
 ) -> tuple[EngineConfig, CacheSize]:
-    """The engine's configuration, with no longer sequences than ``kv_gb`` has room for, and the size of its cache.
-    Raises InvalidRequest when that holds not one block."""
+    """The engine's configuration, with no longer sequences than the cache has room for, and the size of that. Raises
+    InvalidRequest when ``kv_gb`` holds not one block, ConfigError when the model leaves no room."""
     block = checkpoint.kv_layout(limits.block_tokens, precision.kv_dtype)
-    groups, page = plan_pages(checkpoint, block, limits.max_model_len, num_processes)
-    num_blocks, num_places = (int(gb * 1e9) // page.block_bytes for gb in (kv_gb, swap_gb))
+    groups, page = plan_pages(checkpoint, block, limits.max_model_len, processes.count)
+    num_blocks, num_places = (int(gb * GB) // page.block_bytes for gb in (args.kv_gb, args.swap_gb))
+    why = ""
+    if not args.kv_gb:
+        drafts, context = limits.speculative_tokens, limits.max_model_len
+        chosen = choose_pages(
+            Asked(
+                checkpoint,
+                precision,
+                args.device,
+                page,
+                groups,
+                largest_step(args.device, limits.chunk_tokens, limits.max_sequences, drafts, context),
+                num_ranks=processes.tensor,
+                num_copies=processes.context,
+                draft_model=args.draft_model,
+                utilization=args.gpu_memory_utilization,
+                swap_bytes=int(args.swap_gb * GB),
+                has_mirror=False,
+            )
+        )
+        num_blocks, why = chosen.num_pages, chosen.why
     longest = groups.max_model_len(num_blocks, limits.max_step_tokens, limits.block_tokens, limits.max_model_len)
     if advice := block_size_advice(checkpoint.config, limits.block_tokens, precision.kv_dtype):
         log.warning("%s", advice.replace("block.tokens", "block_tokens"))
     if longest < 1:
-        raise InvalidRequest(f"kv_gb={kv_gb:g} does not hold one block of {block.block_bytes / 1e6:.1f} MB", "kv_gb")
-    size = CacheSize(page, num_blocks, longest, num_places, limits.max_sequences, groups, limits.chunk_tokens)
+        holder = f"the KV cache ({why})" if why else f"kv_gb={args.kv_gb:g}"
+        raise InvalidRequest(f"{holder} does not hold one block of {block.block_bytes / 1e6:.1f} MB", "kv_gb")
+    size = CacheSize(page, num_blocks, longest, num_places, limits.max_sequences, groups, limits.chunk_tokens, why)
     return replace(limits, max_model_len=longest, groups=groups), size
 
 

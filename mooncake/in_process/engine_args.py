@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mooncake.config import EngineSection
 from mooncake.llm_absent import OF_LLM, form_says_counterparts
 from mooncake.sampling import MAX_TOP_LOGPROBS
+from mooncake.sizing import GPU_MEMORY_UTILIZATION
 
 if TYPE_CHECKING:
     import torch
 
-CHUNK_TOKENS = 1024  # four times a node's: nobody waits for tokens between the steps, and weights are read less often
+CHUNK_TIMES = 4  # a node's chunks: nobody waits for tokens between the steps, and weights are read less often
+CHUNK_TOKENS = CHUNK_TIMES * EngineSection().chunk_tokens  # on CPUs
 
 
 @form_says_counterparts(OF_LLM)
@@ -24,10 +27,11 @@ class EngineArgs:
 
     model: str = "smollm2"
     dtype: str | torch.dtype = "float32"
-    kv_gb: float = 1.0
+    kv_gb: float = 0.0
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     block_tokens: int = 64
-    chunk_tokens: int = CHUNK_TOKENS
-    max_sequences: int = 64
+    chunk_tokens: int = -1
+    max_sequences: int = 0
     max_model_len: int = 0
     threads: int = 0
     kv_dtype: str = "auto"
@@ -45,6 +49,20 @@ class EngineArgs:
     generation_config: str = "auto"
     max_logprobs: int = MAX_TOP_LOGPROBS
     chat_template: str | Path | None = None
+
+    @property
+    def step_tokens(self) -> int:
+        """``chunk_tokens``, or what follows from the device."""
+        return CHUNK_TIMES * self._node.chunk_tokens if self.chunk_tokens == -1 else self.chunk_tokens
+
+    @property
+    def most_sequences(self) -> int:
+        """``max_sequences``, or what follows from the device."""
+        return self.max_sequences or self._node.max_sequences
+
+    @property
+    def _node(self) -> EngineSection:
+        return EngineSection(device=self.device)
 
 
 AsyncEngineArgs = EngineArgs  # by its name in vLLM

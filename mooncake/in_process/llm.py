@@ -32,7 +32,7 @@ from mooncake.in_process.embeddings import (
     scores_of,
 )
 from mooncake.in_process.engine import InProcessEngine
-from mooncake.in_process.engine_args import CHUNK_TOKENS, EngineArgs
+from mooncake.in_process.engine_args import EngineArgs
 from mooncake.in_process.inputs import (
     Adapters,
     LoRARequests,
@@ -52,6 +52,7 @@ from mooncake.in_process.tokenizer import LLMTokenizer, RenderedChat
 from mooncake.llm_absent import OF_CALLS, OF_LLM, absent_because, says_counterparts
 from mooncake.sampling import MAX_TOP_LOGPROBS, check_type
 from mooncake.sampling_params import BeamSearchParams, SamplingParams
+from mooncake.sizing import GPU_MEMORY_UTILIZATION
 from mooncake.types import TokenIds
 
 if TYPE_CHECKING:
@@ -68,10 +69,11 @@ class LLM:
         model: str = "smollm2",
         dtype: str | torch.dtype = "float32",
         *,
-        kv_gb: float = 1.0,
+        kv_gb: float = 0.0,
+        gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
         block_tokens: int = 64,
-        chunk_tokens: int = CHUNK_TOKENS,
-        max_sequences: int = 64,
+        chunk_tokens: int = -1,
+        max_sequences: int = 0,
         max_model_len: int = 0,
         threads: int = 0,
         kv_dtype: str = "auto",
@@ -91,8 +93,11 @@ class LLM:
         chat_template: str | Path | None = None,
     ) -> None:
         """``model`` is an HF folder, a .gguf file, a model's name on Hugging Face or "smollm2". ``chunk_tokens`` bounds
-        the prompt tokens of one step (0: whole prompts); ``threads`` and ``max_model_len`` 0 mean what torch and the
-        model say.
+        the prompt tokens of one step (0: whole prompts), ``max_sequences`` how many run at once; -1 and 0 mean 1,024
+        and 64, on a GPU 8,192 and 256. ``threads`` and ``max_model_len`` 0 mean what torch and the model say.
+
+        The KV cache takes ``kv_gb``. 0 is on a GPU what the model leaves of its ``gpu_memory_utilization``, a fraction;
+        on a CPU 1 GB, or more where the longest sequence needs it and memory is free.
 
         ``dtype``, ``kv_dtype`` ("int8" too), ``key_scales`` and ``weights`` ("stored", "stored_a8", "int8", "w8a8",
         "plain") are those of the configuration's [model].

@@ -55,6 +55,9 @@ class NodeInfo(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     SETTINGS_FIELD_NUMBER: _builtins.int
+    KV_BYTES_FIELD_NUMBER: _builtins.int
+    KV_WHY_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     role: _builtins.str
     """"prefill", "decode", "store" """
@@ -71,6 +74,12 @@ class NodeInfo(_message.Message):
     """of prefill and decode nodes: "cpu", "cuda", "cuda:1", …"""
     max_model_len: _builtins.int
     """prompt plus answer, as configured; a node with a shorter one than the cluster is refused"""
+    kv_bytes: _builtins.int
+    """KV cache, of prefill and decode nodes"""
+    kv_why: _builtins.str
+    """why so many, where the configuration leaves it to the node"""
+    chunk_tokens: _builtins.int
+    """of prompts in a step; 0: whole prompts"""
     @_builtins.property
     def segment(self) -> _common_pb2.SegmentAddress: ...
     @_builtins.property
@@ -92,10 +101,13 @@ class NodeInfo(_message.Message):
         device: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         settings: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        kv_bytes: _builtins.int = ...,
+        kv_why: _builtins.str = ...,
+        chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "can_switch", b"can_switch", "control_address", b"control_address", "device", b"device", "incarnation", b"incarnation", "kv_fingerprint", b"kv_fingerprint", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment", "settings", b"settings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "can_switch", b"can_switch", "chunk_tokens", b"chunk_tokens", "control_address", b"control_address", "device", b"device", "incarnation", b"incarnation", "kv_bytes", b"kv_bytes", "kv_fingerprint", b"kv_fingerprint", "kv_why", b"kv_why", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "node_id", b"node_id", "role", b"role", "segment", b"segment", "settings", b"settings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,13 +103,13 @@ TRACE = "\n".join(
         (
             ["serve", "--mem-fraction-static=0.8"],
             2,
-            "--mem-fraction-static is a flag of SGLang's; here: --set prefill.kv",
+            "--mem-fraction-static is a flag of SGLang's; here: --set prefill.gpu",
         ),
         (["serve", "-tp", "2"], 2, "-tp is a flag of vLLM's; here: --set prefill.tensor_parallel=N --set"),
         (
             ["serve", "--gpu_memory_utilization=0.9"],
             2,
-            "--gpu_memory_utilization is a flag of vLLM's; here: --set pref",
+            "--gpu_memory_utilization is a flag of vLLM's; here: --set prefill.gpu",
         ),
         (["serve", "-O3"], 2, "-O3 is a flag of vLLM's; here: kernels are compiled where they are needed"),
         (["serve", "--trust-remote-code"], 2, "no code of a model's is ever run, leave it out"),
@@ -260,6 +260,12 @@ def test_config_show_tells_where_each_value_comes_from(tmp_path: Path) -> None:
     assert origins["store.dram_gb"] == (3.0, f"{tmp_path}/c.toml")
     assert origins["store.lease_s"] == (5.0, "flag")
     assert origins["block.tokens"] == (64, "default")
+    shown = run("config", "show", "--origin", "--json", "--set", "decode.device=cuda").stdout
+    origins = {row["name"]: (row["value"], row["origin"]) for row in json.loads(shown)}
+    assert origins["prefill.chunk_tokens"] == (256, "default")
+    assert origins["decode.chunk_tokens"] == (2048, "default")
+    assert origins["decode.max_sequences"] == (256, "default")
+    assert origins["decode.device"] == ("cuda", "flag")
     assert "store.lease_s" in run("config", "show", "--origin").stdout
     assert re.search("^block.windows +true$", run("config", "show").stdout, re.MULTILINE), "as a file has it"
 
@@ -271,7 +277,8 @@ def test_config_show_writes_a_file_that_means_the_same_and_explains_it(tmp_path:
     assert load_config(tmp_path / "c.toml") == load_config(None, changed)
     assert "\n# tokens of prompt plus answer; 0: the model's own\nmax_model_len = 0\n" in done.stdout
     prefill = done.stdout.partition("[prefill]")[2].partition("\n[")[0]
-    assert "\n# running at once\nmax_sequences = 64\n" in prefill, "what prefill and decode nodes have in common"
+    in_common = "\n# running at once; 0: 64, on a GPU 256\nmax_sequences = 64\n"
+    assert in_common in prefill, "what prefill and decode nodes have in common"
     assert done.stdout.count("\n# ") > 110
     assert run("config", "show", "--toml", "--json").returncode == 2
 
@@ -355,6 +362,7 @@ def test_status_shows_every_node(cluster: LocalCluster) -> None:
         assert json.load(answer)["requests_total"] >= status["requests_total"] >= 0, "numbers, not their texts"
     table = run("status", "--address", cluster.grpc_address).stdout
     assert all(word in table for word in ("ready", "prefill-0", "decode-0", "store-0", "live"))
+    assert "of KV cache" in table and "steps of 256 prompt tokens, 64 sequences" in " ".join(table.split())
     assert re.search(r"^prefill-0 +prefill +live", table, re.MULTILINE), "a node may change its role, not its name"
 
 

@@ -26,14 +26,16 @@ from mooncake.app.cluster.preflight import (
     hold_ports,
     memory_need,
     openmp_threads,
-    parameter_count,
     port_holder,
     resolve,
+    share_cards,
+    spare_gb,
 )
 from mooncake.app.extras import MissingDependency
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import load_config
 from mooncake.errors import ConfigError
+from mooncake.sizing import parameter_count
 
 
 @pytest.mark.parametrize(
@@ -139,6 +141,42 @@ def test_memory_is_counted_for_every_node() -> None:
         check_memory(config, checkpoint, available_gb=8)
 
 
+def test_caches_whose_size_is_left_to_nodes_take_equal_parts_of_what_is_left() -> None:
+    checkpoint = open_checkpoint("smollm2")
+    config = load_config(None, ["cluster.prefill=2", "cluster.decode=1", "store.dram_gb=1", "decode.kv_gb=0.5"])
+    fixed = memory_need(load_config(None, ["prefill.kv_gb=1", "decode.kv_gb=0.5", "cluster.prefill=2"]), checkpoint)
+    others_gb = fixed.total_gb - 2
+    assert spare_gb(config, checkpoint, others_gb + 6) == pytest.approx(3)
+    assert spare_gb(config, checkpoint, others_gb - 1) == 0
+    assert memory_need(config, checkpoint).total_gb == fixed.total_gb, "a gigabyte each, where nobody knows"
+    assert memory_need(config, checkpoint, others_gb + 6).total_gb == fixed.total_gb
+    tight = memory_need(config, checkpoint, others_gb + 0.8)
+    assert tight.total_gb == pytest.approx(others_gb + 0.8), "smaller ones where there is less"
+    check_memory(config, checkpoint, others_gb + 0.8)
+    with pytest.raises(ConfigError, match="this cluster needs"):
+        check_memory(config, checkpoint, others_gb - 0.1)
+    both = load_config(None, ["cluster.switchable=true", "prefill.kv_gb=3"])
+    assert memory_need(both, checkpoint).kv_gb == 2 * (3 + 0.25), "the larger one of both roles"
+
+
+def test_nodes_that_start_on_one_gpu_share_it() -> None:
+    def shares(*settings: str) -> tuple[float, float]:
+        config = share_cards(load_config(None, list(settings)))
+        return config.prefill.gpu_memory_utilization, config.decode.gpu_memory_utilization
+
+    on_cards = ["prefill.device='cuda:0'", "decode.device='cuda:1'"]
+    assert shares() == (0, 0)
+    assert shares(*on_cards) == (0.9, 0.9)
+    assert shares("prefill.device='cuda'", "decode.device='cuda:0'") == (0.45, 0.45)
+    assert shares(*on_cards, "cluster.decode=3") == pytest.approx((0.9, 0.3))
+    assert shares(*on_cards, "prefill.tensor_parallel=2") == (0.45, 0.45), "its second rank is on the other's GPU"
+    assert shares("prefill.device='cuda'", "cluster.coupled=2") == (0.45, 0)
+    given = ["prefill.device='cuda'", "decode.device='cuda'", "decode.gpu_memory_utilization=0.6"]
+    assert shares(*given) == pytest.approx((0.3, 0.6))
+    with pytest.raises(ConfigError, match=r"nodes on cuda:0 ask for 0\.6 \+ 0\.6 of it"):
+        shares(*given, "cluster.decode=2")
+
+
 def test_codes_that_are_used_as_they_are_take_a_byte_each(tmp_path: Path) -> None:
     theirs = write_tiny_model(tmp_path, hidden_size=64, head_dim=16)
     write_quantised(tmp_path, theirs, int8())
@@ -151,9 +189,9 @@ def test_codes_that_are_used_as_they_are_take_a_byte_each(tmp_path: Path) -> Non
 
 
 def test_weights_on_a_gpu_take_no_memory_of_the_host() -> None:
-    plain, on_gpu = "model.weights=plain", "prefill.device='cuda'"
+    plain, on_gpu = ["model.weights=plain", "prefill.kv_gb=1", "decode.kv_gb=1"], "prefill.device='cuda'"
     on_both, on_one = (
-        memory_need(load_config(None, given), open_checkpoint("smollm2")) for given in ([plain], [plain, on_gpu])
+        memory_need(load_config(None, given), open_checkpoint("smollm2")) for given in (plain, [*plain, on_gpu])
     )
     assert on_one.weights_gb == on_both.weights_gb / 2
     assert on_one.kv_gb == on_both.kv_gb  # its mirror

@@ -22,6 +22,7 @@ from tiny_model import write_tiny_model
 from mooncake import LLM
 from mooncake.checkpoint import GGUFCheckpoint, open_checkpoint
 from mooncake.config import load_config
+from mooncake.engine.backends.backend import CacheSize
 from mooncake.engine.hosting.configured import plan_cache
 from mooncake.errors import ConfigError, ModelError
 from mooncake.model_config import ModelConfig
@@ -162,6 +163,21 @@ def test_more_context_than_the_model_reads_is_refused_and_not_cut(folder: Path) 
     asked = load_config(None, [f"model.path='{folder}'", "model.max_model_len=257", "decode.kv_gb=0.01"])
     with pytest.raises(ConfigError, match=sentence):
         plan_cache(asked, asked.decode, open_checkpoint(str(folder)))
+
+
+def test_a_cache_whose_size_is_left_to_the_node_holds_the_default_or_what_it_is_given(folder: Path) -> None:
+    def planned(*settings: str) -> CacheSize:
+        config = load_config(None, [f"model.path='{folder}'", *settings])
+        return plan_cache(config, config.decode, open_checkpoint(str(folder)))
+
+    given, chosen, small = planned("decode.kv_gb=0.5"), planned("node.spare_gb=4"), planned("node.spare_gb=0.01")
+    assert (given.num_blocks, given.why) == (int(0.5e9) // given.layout.block_bytes, "")
+    assert (chosen.num_blocks, chosen.why) == (int(1e9) // given.layout.block_bytes, "the default")
+    assert (small.num_blocks, small.why[:10]) == (int(1e7) // given.layout.block_bytes, "by the 0.0")
+    with pytest.raises(
+        ConfigError, match=r"the KV cache \(by the 0\.0 GB that the host can spare for it\) holds 0 pages"
+    ):
+        planned("node.spare_gb=1e-6")
 
 
 def test_every_end_of_sequence_id_counts(folder: Path) -> None:

@@ -66,16 +66,20 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("model.path=5", "Expected `str`, got `int`"),
         ("transfer.transports=tcp", 'Expected `array`, got `str`; a list is written ["a", "b"]'),
         ("conductor.balance=True", "Expected `bool`, got `str`; it is true or false"),
-        ("prefill.chunk_tokens=-1", "prefill.chunk_tokens must not be negative"),
+        ("prefill.chunk_tokens=-2", "prefill.chunk_tokens must not be negative"),
         ("model.generation_config=mine", "model.generation_config must be auto, none or vllm, got 'mine'"),
         ("prefill.blend_share=1.5", "prefill.blend_share is a share, at most 1, got 1.5"),
         ("prefill.blend_share=-0.1", "prefill.blend_share must not be negative"),
         ("prefill.variant_pools=['a:1']", "prefill.variant_pools needs prefill.variant"),
         ("decode.blend_share=0.1", "unknown configuration key decode.blend_share"),
-        ("prefill.kv_gb=0", "prefill.kv_gb must be positive"),
-        ("decode.kv_gb=-1", "decode.kv_gb must be positive"),
-        ("decode.kv_gb=nan", "decode.kv_gb must be positive"),
-        ("decode.kv_gb=inf", "decode.kv_gb must be positive"),
+        ("prefill.kv_gb=-1e-9", "prefill.kv_gb must not be negative"),
+        ("decode.kv_gb=-1", "decode.kv_gb must not be negative"),
+        ("decode.kv_gb=nan", "decode.kv_gb must not be negative"),
+        ("decode.kv_gb=inf", "decode.kv_gb must not be negative"),
+        ("prefill.gpu_memory_utilization=1.1", "prefill.gpu_memory_utilization must be between 0 and 1"),
+        ("decode.gpu_memory_utilization=-0.1", "decode.gpu_memory_utilization must be between 0 and 1"),
+        ("decode.gpu_memory_utilization=nan", "decode.gpu_memory_utilization must be between 0 and 1"),
+        ("node.spare_gb=-1", "node.spare_gb must not be negative"),
         ("store.dram_gb=nan", "store.dram_gb must be positive"),
         ("store.dram_gb=0", "store.dram_gb must be positive"),
         ("store.lease_s=0", "store.lease_s must be positive"),
@@ -104,7 +108,7 @@ def test_lists_are_given_as_toml_has_them() -> None:
         ("node.host=0.0.0.0", "node.host: '0.0.0.0' stands for all addresses of this machine"),
         ("node.host='::'", "name it as node.advertise"),
         ("node.advertise=0.0.0.0", "name it as node.advertise"),
-        ("decode.max_sequences=0", "decode.max_sequences must be at least 1"),
+        ("decode.max_sequences=-1", "decode.max_sequences must be at least 1"),
         ("decode.threads=-1", "decode.threads must not be negative"),
         ("prefill.device=gpu", 'prefill.device must be "cpu", "cuda" or "cuda:N", got \'gpu\''),
         ("model.dtype=int4", "model.dtype must be one of auto, float32, bfloat16, got 'int4'"),
@@ -135,7 +139,8 @@ NUMBERS = [
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_no_number_is_without_a_bound(name: str) -> None:
-    for value in ("-1", "nan", "1000000000000000"):
+    least = "-2" if name.endswith(".chunk_tokens") else "-1"  # -1 is as the device says
+    for value in (least, "nan", "1000000000000000"):
         assert name in problem(f"{name}={value}")
 
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from tiny_model import write_tiny_model
 
-from mooncake import LLM, SamplingParams
-from mooncake.errors import ConfigError, ContextTooLong, InvalidRequest
+from mooncake import LLM, AsyncEngineArgs, SamplingParams
+from mooncake.errors import ConfigError, ContextTooLong, InvalidRequest, MooncakeError
 from mooncake.in_process.interrupts import HeldInterrupts
 from mooncake.text.chat_template import ChatMessage
 from mooncake.types import FinishReason
@@ -160,8 +160,8 @@ def test_logprobs_come_with_each_token(llm: LLM) -> None:
     ("argument", "value"),
     [
         ("block_tokens", 0),
-        ("max_sequences", 0),
-        ("chunk_tokens", -1),
+        ("max_sequences", -1),
+        ("chunk_tokens", -2),
         ("max_model_len", -1),
         ("speculative_tokens", -3),
         ("tbt_limit_ms", float("nan")),
@@ -175,6 +175,22 @@ def test_logprobs_come_with_each_token(llm: LLM) -> None:
 def test_a_number_that_no_engine_can_have_is_told_by_its_name(argument: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{argument} must be at least [01], got {value}"):
         LLM("smollm2", **{argument: value})
+
+
+@pytest.mark.parametrize("share", [0, 1.5, float("nan")])
+def test_a_part_of_a_gpu_is_a_fraction(share: float) -> None:
+    with pytest.raises(MooncakeError, match="gpu_memory_utilization"):
+        LLM("smollm2", gpu_memory_utilization=share)
+
+
+def test_settings_left_open_follow_from_the_device() -> None:
+    def limits(**settings: Any) -> tuple[int, int]:
+        args = AsyncEngineArgs(**settings)
+        return args.step_tokens, args.most_sequences
+
+    assert limits() == (1024, 64)
+    assert limits(device="cuda:1") == (8192, 256)
+    assert limits(device="cuda", chunk_tokens=0, max_sequences=5) == (0, 5)
 
 
 @pytest.mark.parametrize("argument", ["kv_gb", "threads", "tensor_parallel_size", "max_sequences"])

@@ -529,7 +529,7 @@ def test_what_is_vllms_alone_says_what_there_is_instead(llm: LLM, name: str, wor
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("gpu_memory_utilization", "LLM takes no gpu_memory_utilization: kv_gb is the size of the KV cache"),
+        ("kv_cache_memory_bytes", "LLM takes no kv_cache_memory_bytes: kv_gb is the size of the KV cache"),
         ("max_num_seqs", "it is max_sequences here"),
         ("spec_tokens", "speculative_tokens"),
         ("kv_transfer_config", "a cluster \\(mooncake serve\\) has several"),

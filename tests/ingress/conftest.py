@@ -253,7 +253,7 @@ class Script:
 def cluster_status():
     def node(role):
         return cluster_pb2.NodeStatus(
-            info=cluster_pb2.NodeInfo(node_id=f"{role}-0", role=role, block_tokens=64),
+            info=cluster_pb2.NodeInfo(node_id=f"{role}-0", role=role, block_tokens=64, kv_bytes=640, max_sequences=8),
             state="live",
             load=cluster_pb2.Load(
                 running=1,

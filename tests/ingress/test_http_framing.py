@@ -726,6 +726,8 @@ async def test_metrics_count_what_happened(open_front):
     assert of("mooncake_node_blocks", node="decode-0", role="decode", state="cached") == 3
     assert of("mooncake_node_events_total", node="decode-0", role="decode", event="handoffs_taken") == 7
     assert of("mooncake_node_level", node="decode-0", role="decode", level="handoffs_open") == 1
+    assert of("mooncake_node_limit", node="decode-0", role="decode", limit="kv_bytes") == 640
+    assert of("mooncake_node_limit", node="decode-0", role="decode", limit="max_sequences") == 8
     assert of("mooncake_request_errors_total", code="unavailable") == 1
     assert of("mooncake_http_responses_total", route="/v1/completions", status="200") == 1
     assert of("mooncake_http_responses_total", route="/v1/completions", status="503") == 1

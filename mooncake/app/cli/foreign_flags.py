@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from mooncake.errors import ConfigError
 
+_UTILIZATION = "--set prefill.gpu_memory_utilization=F --set decode.gpu_memory_utilization=F, of the GPU of each node"
 _KV_GB = "--set prefill.kv_gb=GB --set decode.kv_gb=GB, the KV cache of each node"
 _ALWAYS = "it is always so, leave it out"
 _SPECULATION = "--set decode.speculative_tokens=N, --set decode.draft_model=FOLDER"
@@ -28,7 +29,7 @@ _NOTHING = "there is nothing to choose, leave it out"
 _HOSTS = "each role is started on its own machine: python -m prefill_node --config FILE, and likewise the others"
 
 OF_VLLM = {
-    "--gpu-memory-utilization": _KV_GB,
+    "--gpu-memory-utilization": _UTILIZATION,
     "--kv-cache-memory-bytes": _KV_GB,
     "--num-gpu-blocks-override": _KV_GB,
     "--kv-cache-dtype": "--set model.kv_dtype=TYPE",
@@ -118,7 +119,7 @@ OF_SGLANG = {
     "--tp-size": _TENSOR_PARALLEL,
     "--dp": _MORE_NODES,
     "--dp-size": _MORE_NODES,
-    "--mem-fraction-static": _KV_GB,
+    "--mem-fraction-static": _UTILIZATION,
     "--context-length": "--max-model-len N",
     "--max-running-requests": _SEQUENCES,
     "--chunked-prefill-size": "--set prefill.chunk_tokens=N",

@@ -108,7 +108,8 @@ def _section_for_both(prefill: EngineSection, decode: EngineSection) -> EngineSe
     """Settings of one engine for both roles: the larger cache, the chunks of prefill, the sequences of decode."""
     return replace(
         decode,
-        kv_gb=max(prefill.kv_gb, decode.kv_gb),
+        kv_gb=max(prefill.kv_gb, decode.kv_gb),  # 0 if both are: as large as fits
+        gpu_memory_utilization=min(prefill.gpu_memory_utilization, decode.gpu_memory_utilization),
         chunk_tokens=prefill.chunk_tokens,
         max_sequences=max(prefill.max_sequences, decode.max_sequences),
         threads=max(prefill.threads, decode.threads),

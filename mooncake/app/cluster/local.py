@@ -30,8 +30,11 @@ from mooncake.app.cluster.preflight import (
     cores_of_nodes,
     decode_share,
     hold_ports,
+    host_gb,
     openmp_threads,
     resolve,
+    share_cards,
+    spare_gb,
 )
 from mooncake.app.cluster.readiness import Readiness
 from mooncake.app.cluster.role_main import PARENT_ENV
@@ -146,7 +149,7 @@ class LocalCluster:
         tell_log: Callable[[str], None] = log.debug,
         start_module: StartModule = start_module,
     ) -> None:
-        self.config = resolve(config)
+        self.config = share_cards(resolve(config))
         self._cores = cores_of_nodes(self.config)
         self.children = {child.node_id: child for child in children_of(config)}
         self._restart = restart
@@ -155,6 +158,7 @@ class LocalCluster:
         self._tell = _or_lose(tell)
         self._tell_log = _or_lose(tell_log)
         self._start_module = start_module
+        self._spare_gb = 0.0
         self._config_fd = -1  # an anonymous file in memory: it may hold keys, and vanishes however this process ends
         self._ports: list[socket.socket] = []
         self._watchers: list[asyncio.Task[None]] = []
@@ -210,7 +214,9 @@ class LocalCluster:
         overridden(checkpoint.sampling_defaults(model.generation_config), model.generation_overrides)
         if template := template_source(model.chat_template, "model.chat_template"):
             await asyncio.to_thread(checkpoint.load_tokenizer, template)
-        check_memory(self.config, checkpoint)
+        available = host_gb()
+        check_memory(self.config, checkpoint, available)
+        self._spare_gb = 0.0 if available is None else spare_gb(self.config, checkpoint, available)
         self._fatal = asyncio.get_running_loop().create_future()
         self._config_fd = os.memfd_create("cluster.toml")
         os.pwrite(self._config_fd, dump_toml(self.config).encode(), 0)
@@ -285,6 +291,7 @@ class LocalCluster:
             *(("--set", f"node.role={child.role}") if self._package(child) == SWITCHABLE else ()),
             *(("--set", f"node.cores={list(cores)}") if cores else ()),
             *(("--set", f"node.decode_share={share}") if section and share < 1 else ()),
+            *(("--set", f"node.spare_gb={self._spare_gb}") if section and self._spare_gb else ()),
             "--log-level",
             self._log_level,
         )

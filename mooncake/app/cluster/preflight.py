@@ -1,4 +1,5 @@
-"""Checks before a cluster starts: valid names, free ports, enough memory; and the threads of each node.
+"""Checks before a cluster starts: valid names, free ports, enough memory; and the threads of each node, its part of the
+free memory and of a GPU.
 
 A check passes or raises ConfigError with one sentence that names the flag to change. It starts nothing, and knows of
 the roles only the names of their policies and modes.
@@ -7,10 +8,11 @@ the roles only the names of their policies and modes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
-import math
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +25,12 @@ from conductor.ingress.parsers.output_format import REASONING_PARSERS, TOOL_CALL
 from conductor.placement.policies import POLICIES
 from kvstore.eviction import POLICIES as EVICTIONS
 from mooncake.app.extras import require_tracing
-from mooncake.checkpoint import Checkpoint, weight_shapes
+from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.errors import ConfigError
 from mooncake.host_memory import available_bytes
-from mooncake.model_config import ModelConfig
+from mooncake.sizing import GB, cpu_cache_bytes, longest_pages, shares_of_a_card, weights_bytes
 
-GB = 1e9
 ENGINE_OVERHEAD_GB = 0.45  # resident size of a prefill or decode process without weights and KV: interpreter and torch
 PROCESS_OVERHEAD_GB = 0.1  # of other processes
 
@@ -64,6 +65,31 @@ def _with_threads(section: EngineSection, config: Config) -> EngineSection:
     share = _share_of_cores(config)
     threads = share if config.cluster.pin else min(2 * share, available_cores())
     return replace(section, threads=max(threads // section.num_shares, 1))
+
+
+def share_cards(config: Config) -> Config:
+    """The configuration of nodes that all start on this machine: those on one GPU do not each take all of it. Raises
+    ConfigError when they ask for more than there is."""
+    cluster = config.cluster
+    on_cards: defaultdict[int, list[tuple[str, float]]] = defaultdict(list)  # (role, what it asks for) of each node
+    for role, section, count in (
+        ("prefill", config.prefill, cluster.num_prefill),
+        ("decode", config.decode, cluster.num_decode),
+    ):
+        if section.device != "cpu":
+            first = int(section.device.partition(":")[2] or 0)
+            for card in range(first, first + section.tensor_parallel):
+                on_cards[card] += [(role, section.gpu_memory_utilization)] * count
+    shares: dict[str, float] = {}
+    for card, nodes in on_cards.items():
+        given = shares_of_a_card([wanted for _, wanted in nodes], f"cuda:{card}")
+        for (role, _), share in zip(nodes, given, strict=True):
+            shares[role] = min(share, shares.get(role, 1.0))
+    prefill, decode = (
+        replace(section, gpu_memory_utilization=shares.get(role, section.gpu_memory_utilization))
+        for role, section in (("prefill", config.prefill), ("decode", config.decode))
+    )
+    return replace(config, prefill=prefill, decode=decode)
 
 
 def openmp_threads(section: EngineSection, config: Config) -> int:
@@ -221,7 +247,8 @@ def _listening_inodes(port: int) -> Iterator[str]:
 class MemoryNeed:
     """Gigabytes of host memory that a cluster on this machine needs when its caches are full.
 
-    Weights on a GPU do not count; a GPU's cache has a mirror of the same size in host memory.
+    Weights on a GPU do not count; a GPU's cache has a mirror of the same size in host memory. Where the size is left to
+    the nodes (``kv_gb`` 0), a CPU's cache is what ``sizing`` says; a mirror takes of what is left, and does not count.
     """
 
     weights_gb: float
@@ -234,9 +261,45 @@ class MemoryNeed:
         return self.weights_gb + self.kv_gb + self.store_gb + self.processes_gb
 
 
-def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
-    cluster, prefill, decode = config.cluster, config.prefill, config.decode
-    nodes: list[tuple[EngineSection, int]] = [(prefill, cluster.num_prefill), (decode, cluster.num_decode)]
+def memory_need(config: Config, checkpoint: Checkpoint, available_gb: float | None = None) -> MemoryNeed:
+    """``available_gb``, if known, bounds caches whose size is left to the nodes."""
+    need = _fixed_need(config, checkpoint)
+    part = None if available_gb is None else int(spare_gb(config, checkpoint, available_gb) * GB)
+    automatic = sum(
+        count * cpu_cache_bytes(_longest_bytes(config, checkpoint, section), part) / GB
+        for section, count in _nodes(config)
+        if not _kv_gb(config, section) and section.device == "cpu"
+    )
+    return dataclasses.replace(need, kv_gb=need.kv_gb + automatic)
+
+
+def spare_gb(config: Config, checkpoint: Checkpoint, available_gb: float) -> float:
+    """``node.spare_gb`` of the nodes that are started here: what everything else leaves, in equal parts."""
+    count = sum(count for section, count in _nodes(config) if not _kv_gb(config, section))
+    return max(available_gb - _fixed_need(config, checkpoint).total_gb, 0.0) / max(count, 1)
+
+
+def _nodes(config: Config) -> list[tuple[EngineSection, int]]:
+    return [(config.prefill, config.cluster.num_prefill), (config.decode, config.cluster.num_decode)]
+
+
+def _kv_gb(config: Config, section: EngineSection) -> float:
+    """A switchable node has the larger cache of both roles; 0: as large as fits."""
+    return max(config.prefill.kv_gb, config.decode.kv_gb) if config.cluster.switchable else section.kv_gb
+
+
+def _longest_bytes(config: Config, checkpoint: Checkpoint, section: EngineSection) -> int:
+    groups, model = config.page_groups(checkpoint.config), config.model
+    block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, model.keep_hidden)
+    context = checkpoint.config.context(model.max_model_len)
+    pages = longest_pages(groups, context, section.chunk_tokens, config.block.tokens)
+    return pages * groups.page_layout(block).block_bytes
+
+
+def _fixed_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
+    """Without caches whose size is left to the nodes."""
+    cluster, prefill = config.cluster, config.prefill
+    nodes = _nodes(config)
     ranks = cluster.num_prefill * prefill.context_parallel  # each has all weights
     on_cpus = sum(
         count * _weights_gb(config, checkpoint, section) for section, count in nodes if section.device == "cpu"
@@ -245,7 +308,7 @@ def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
     engines = ranks + cluster.num_decode + stages + sum(count * (each.tensor_parallel - 1) for each, count in nodes)
     return MemoryNeed(
         weights_gb=on_cpus,
-        kv_gb=sum(count * (section.kv_gb + section.swap_gb) for section, count in nodes),
+        kv_gb=sum(count * (_kv_gb(config, section) + section.swap_gb) for section, count in nodes),
         store_gb=cluster.store * config.store.dram_gb,
         processes_gb=engines * ENGINE_OVERHEAD_GB + (1 + cluster.store) * PROCESS_OVERHEAD_GB,
     )
@@ -253,26 +316,20 @@ def memory_need(config: Config, checkpoint: Checkpoint) -> MemoryNeed:
 
 def _weights_gb(config: Config, checkpoint: Checkpoint, section: EngineSection) -> float:
     """Weights of all processes of a node."""
-    precision = config.precision(checkpoint.coding)
-    plain_bytes = 1 if precision.weights.coding else 4 if precision.weights.dtype == "float32" else 2
-    own_codes = checkpoint.num_codes if precision.weights.codes else 0  # one byte each
-    in_groups, group_bytes = checkpoint.groups if precision.weights.keeps_groups and not own_codes else (0, 0)
-    others = parameter_count(checkpoint.config) - own_codes - in_groups
-    whole_gb = (others * plain_bytes + own_codes + group_bytes) / GB
+    whole_gb = weights_bytes(checkpoint, config.precision(checkpoint.coding).weights) / GB
     return whole_gb * (section.context_parallel if isinstance(section, PrefillSection) else 1)
 
 
-def parameter_count(model: ModelConfig) -> int:
-    """Number of all weights, including those of experts that a token does not use."""
-    return sum(map(math.prod, weight_shapes(model).values()))
+def host_gb() -> float | None:
+    """What this machine (or container) has available; None: nobody knows."""
+    available = available_bytes()
+    return None if available is None else available / GB
 
 
-def check_memory(config: Config, checkpoint: Checkpoint, available_gb: float | None = None) -> None:
-    """Raises ConfigError when the cluster needs more memory than this machine (or container) has available."""
-    need = memory_need(config, checkpoint)
-    if available_gb is None:
-        available = available_bytes()
-        available_gb = None if available is None else available / GB
+def check_memory(config: Config, checkpoint: Checkpoint, available_gb: float | None) -> None:
+    """Raises ConfigError when the cluster needs more memory than this machine (or container) has available; None:
+    nobody knows."""
+    need = memory_need(config, checkpoint, available_gb)
     if available_gb is not None and need.total_gb > available_gb:
         raise ConfigError(
             f"this cluster needs {need.total_gb:.1f} GB of memory (weights {need.weights_gb:.1f}, KV caches "

@@ -9,11 +9,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch.distributed import is_nccl_available
 
 from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint, open_checkpoint
+from mooncake.engine.backends.cards import check_gpus_here, first_of, is_interpreted
 from mooncake.engine.cache.kv_cache import KVCache, Mirror
 from mooncake.engine.contract import Cache, CausalModel
 from mooncake.engine.decoding.draft_model import DraftModel
@@ -41,6 +41,7 @@ class CacheSize:
     max_sequences: int = 64  # in one step
     groups: PageGroups = UNIFORM  # of layers, if ``layout`` is of their pages
     max_step_tokens: int = 0  # of prompts, in one step; 0: whole prompts
+    why: str = ""  # so many blocks, where that was left to the machine
 
     @property
     def num_bytes(self) -> int:
@@ -189,8 +190,9 @@ def draft_on(
     one, draft = (-(-count // layout.block_tokens) for count in (max_model_len, max_tokens))
     as_many = min(size.num_blocks, size.num_bytes // layout.block_bytes)  # a page there may be no whole block
     num_blocks = max(as_many, one) + draft
-    limits = {"num_blocks": num_blocks, "max_model_len": max_model_len, "num_places": 0}
-    its_size = replace(size, layout=layout, groups=UNIFORM, **limits)
+    its_size = replace(
+        size, layout=layout, groups=UNIFORM, num_blocks=num_blocks, max_model_len=max_model_len, num_places=0
+    )
     backend = open_backend(BackendSpec(checkpoint, precision, its_size, device))
     return DraftModel(backend.model, backend.cache, max_tokens, max_model_len, chunk_tokens)
 
@@ -236,7 +238,8 @@ def on_gpu(spec: BackendSpec) -> Backend:
     from mooncake.model.gpu.gpu_model import BUCKETS, GpuModel, fitting_into
 
     buckets = () if INTERPRETED or not checkpoint.config.has_head else BUCKETS
-    with fitting_into(device):
+    whose = "gpu_memory_utilization (lower it)" if size.why else "kv_gb"
+    with fitting_into(device, f"the weights and a cache by {whose}"):
         gpu = GpuModel(
             lambda kernels: _model(spec, kernels),
             max_blocks=-(-size.max_model_len // size.layout.block_tokens),
@@ -275,7 +278,7 @@ def over_gpus(spec: BackendSpec, memory: Mappable | None = None, timeout_s: floa
         num_places=size.num_places,
         max_sequences=size.max_sequences,
         max_step_tokens=size.max_step_tokens,
-        first_gpu=torch.device(spec.device).index or 0,
+        first_gpu=first_of(spec.device),
     )
     model = TensorParallelGpuModel(setup, memory, timeout_s)
     return Backend(model, model, model.mirror, model.close, model.watch)
@@ -284,12 +287,10 @@ def over_gpus(spec: BackendSpec, memory: Mappable | None = None, timeout_s: floa
 def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
     """Raises ConfigError without Triton, or without so many GPUs from ``device`` on; ModelError for latent rows that
     are too wide, and too many wide query heads of a KV head."""
-    try:
-        from mooncake.kernels.gpu.attention import fits_a_tile
-        from mooncake.kernels.gpu.latent import MOST_LATENT_DIM
-        from mooncake.kernels.gpu.triton_launch import INTERPRETED
-    except ImportError as error:
-        raise ConfigError(f"device {device!r} needs Triton: {error}") from None
+    interpreted = is_interpreted(device)
+    from mooncake.kernels.gpu.attention import fits_a_tile
+    from mooncake.kernels.gpu.latent import MOST_LATENT_DIM
+
     config = checkpoint.config
     if config.latent and config.head_dim > MOST_LATENT_DIM:
         raise ModelError(f"{checkpoint.name} keeps more of a token than the {MOST_LATENT_DIM} numbers that GPUs take")
@@ -297,13 +298,9 @@ def _check_gpus(checkpoint: Checkpoint, device: str, count: int = 1) -> None:
         fits_a_tile(config.num_heads, *config.heads_of(layer)) for layer in config.kv_owners
     ):
         raise ModelError(f"{checkpoint.name} has more than 64 query heads of more than 128 numbers for one KV head")
-    if INTERPRETED:
+    if interpreted:
         return
-    found, first = torch.cuda.device_count(), torch.device(device).index or 0
-    if first >= found:
-        raise ConfigError(f"device {device!r} is not here: torch finds {found} GPUs")
-    if first + count > found:
-        raise ConfigError(f"{count} tensor parallel ranks need a GPU each from {device!r} on: torch finds {found}")
+    check_gpus_here(device, count)
     if count > 1 and not is_nccl_available():
         raise ConfigError("tensor parallelism over GPUs needs a torch with NCCL")
 

@@ -121,7 +121,7 @@ def _share_of(checkpoint: Checkpoint, setup: Setup, group: Group) -> Share:
 
 
 def _fitting_into(gpu: int) -> contextlib.AbstractContextManager[None]:
-    return fitting_into(f"GPU {gpu}", "a tensor parallel rank's weights and kv_gb")
+    return fitting_into(f"GPU {gpu}", "a tensor parallel rank's weights and its part of the cache (kv_gb)")
 
 
 class _Watch:

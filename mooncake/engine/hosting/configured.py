@@ -12,29 +12,57 @@ from mooncake.adapters import Adapter
 from mooncake.checkpoint import Checkpoint
 from mooncake.config import Config, EngineSection, PrefillSection
 from mooncake.engine.backends.backend import BackendSpec, CacheSize, Processes, draft_on
+from mooncake.engine.backends.fitting import Asked, choose_pages, largest_step
 from mooncake.engine.contract import EngineConfig
 from mooncake.engine.decoding.draft_model import DraftModel
 from mooncake.errors import ConfigError
+from mooncake.page_groups import PageGroups
 from mooncake.precision import Precision
+from mooncake.types import KVLayout
 from mooncake.variants import Profile, read_profile
 
 
 def plan_cache(config: Config, section: EngineSection, checkpoint: Checkpoint) -> CacheSize:
-    """The pages of ``kv_gb``, the places of ``swap_gb``, and the sequence length that follows. Raises ConfigError when
-    fewer than two blocks fit, or the configured context exceeds the model's."""
+    """The pages of ``kv_gb``, or of what the machine has room for, the places of ``swap_gb``, and the sequence length
+    that follows. Raises ConfigError when fewer than two blocks fit, or the configured context exceeds the model's."""
     groups = config.page_groups(checkpoint.config)
     block = checkpoint.kv_layout(config.block.tokens, config.precision().kv_dtype, config.model.keep_hidden)
     layout = groups.page_layout(block)
-    num_pages = int(section.kv_gb * 1e9) // layout.block_bytes
     context = checkpoint.config.context(config.model.max_model_len)
+    chosen = None
+    if not section.kv_gb:
+        chosen = choose_pages(_asked(config, section, checkpoint, layout, groups, context))
+    num_pages = chosen.num_pages if chosen else int(section.kv_gb * 1e9) // layout.block_bytes
     max_model_len = groups.max_model_len(num_pages, section.chunk_tokens or context, config.block.tokens, context)
     if num_pages < 2 * groups.num_groups:
+        size = f"kv_gb = {section.kv_gb:g}" if chosen is None else f"the KV cache ({chosen.why})"
         raise ConfigError(
-            f"kv_gb = {section.kv_gb:g} holds {num_pages} pages of {layout.block_bytes / 1e6:.1f} MB; at least "
+            f"{size} holds {num_pages} pages of {layout.block_bytes / 1e6:.1f} MB; at least "
             f"{2 * groups.num_groups} are needed, for 2 blocks: raise kv_gb or lower block.tokens"
         )
     num_places = int(section.swap_gb * 1e9) // layout.block_bytes
-    return CacheSize(layout, num_pages, max_model_len, num_places, section.max_sequences, groups, section.chunk_tokens)
+    limits = (num_places, section.max_sequences, groups, section.chunk_tokens)
+    return CacheSize(layout, num_pages, max_model_len, *limits, why=chosen.why if chosen else "")
+
+
+def _asked(
+    config: Config, section: EngineSection, checkpoint: Checkpoint, page: KVLayout, groups: PageGroups, context: int
+) -> Asked:
+    chunk, sequences, drafts = section.chunk_tokens, section.max_sequences, section.speculative_tokens
+    return Asked(
+        checkpoint,
+        config.precision(checkpoint.coding),
+        section.device,
+        page,
+        groups,
+        largest_step(section.device, chunk, sequences, drafts, context),
+        num_ranks=section.tensor_parallel,
+        num_copies=section.context_parallel if isinstance(section, PrefillSection) else 1,
+        draft_model=section.draft_model,
+        utilization=section.gpu_memory_utilization,
+        swap_bytes=int(section.swap_gb * 1e9),
+        spare_bytes=int(config.node.spare_gb * 1e9),
+    )
 
 
 def engine_config(config: Config, section: EngineSection, size: CacheSize, variant: Profile | None) -> EngineConfig:

@@ -135,7 +135,8 @@ class EngineHost:
     def _log_ready(self, seconds: float) -> None:
         size = self.cache_size
         log.info(
-            "%s ready on %s in %.1f s: weights %s, %d pages of %d tokens (%.2f GB, %d a block), context %d",
+            "%s ready on %s in %.1f s: weights %s, %d pages of %d tokens (%.2f GB, %d a block%s), context %d, steps of "
+            "%d prompt tokens and %d sequences",
             self._checkpoint.name,
             self._plan.section.device,
             seconds,
@@ -144,7 +145,10 @@ class EngineHost:
             self.config.block.tokens,
             size.num_bytes / 1e9,
             size.groups.num_groups,
+            f"; {size.why}" if size.why else "",
             size.max_model_len,
+            size.max_step_tokens or size.max_model_len,
+            size.max_sequences,
         )
 
     async def stop(self) -> None:

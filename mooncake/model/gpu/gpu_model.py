@@ -51,6 +51,12 @@ WARM_UP_TOKENS = (8192, 512, 128, 64, 16, 2)
 engine makes also shows that there is memory for it."""
 
 
+def captured_buckets(max_sequences: int, buckets: Sequence[int] = BUCKETS) -> Sequence[int]:
+    """Those that get a graph where so many sequences run at once."""
+    last = min(bisect.bisect_left(buckets, max_sequences), len(buckets) - 1)
+    return buckets[: last + 1]
+
+
 @contextlib.contextmanager
 def fitting_into(where: str, what: str = "the weights and kv_gb") -> Iterator[None]:
     """Raises ConfigError if the GPU has no room. Only torch's allocator has an error of its own for that; libraries and
@@ -192,15 +198,15 @@ class GpuModel:
             # Two sequences that share enough to be read once, if one can be so long
             context = min(MIN_SHARED_TOKENS + cache.shape[4], longest)
             self._run_eagerly(self._batches.empty_step([0, 1, 2], context), cache, NoHook())
-            last = min(bisect.bisect_left(self._buckets, max_sequences), len(self._buckets) - 1)
+            captured = captured_buckets(max_sequences, self._buckets)
             self._use(cache)
-            for bucket in reversed(self._buckets[: last + 1]):  # the largest first: others fit into its memory
+            for bucket in reversed(captured):  # the largest first: others fit into its memory
                 self._graphs[bucket] = self._capture(bucket, cache)
-            self._draw_once(self._graphs[self._buckets[last]], cache)
+            self._draw_once(self._graphs[captured[-1]], cache)
             if cache.is_cuda:
                 torch.cuda.synchronize()
         took_s = time.monotonic() - started
-        log.info("captured decode steps of up to %d sequences in %.1f s", self._buckets[last], took_s)
+        log.info("captured decode steps of up to %d sequences in %.1f s", captured[-1], took_s)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, cache: torch.Tensor, hook: LayerHook) -> torch.Tensor:
