@@ -107,6 +107,7 @@ class Core:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await self.health.close()
+        await self.dispatcher.close()
         if self.replica_manager is not None:
             await self.replica_manager.close()
         await self.subscriber.close()

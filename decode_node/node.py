@@ -22,7 +22,7 @@ class DecodeNode(EngineNode):
         return self._segment
 
     def _make_roles(self) -> list[NodeRole]:
-        self._role = DecodeRole(self.node_id, self.host, self._segment, self._transfer, self._channels)
+        self._role = DecodeRole(self.node_id, self.host, self._segment, self._transfer, self._channels, self._outboxes)
         return [self._role]
 
     @property

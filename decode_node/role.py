@@ -20,6 +20,7 @@ from mooncake.config import TBT_ROOM, transfer_secret
 from mooncake.connection_cache import ConnectionCache
 from mooncake.engine.backends.backend import CacheSize
 from mooncake.engine.hosting.host import EngineHost
+from mooncake.outbox import Outboxes
 from mooncake.prefault import prefault_in_background
 from mooncake.rpc import cluster_pb2, decode_pb2_grpc
 from mooncake.rpc.convert import segment_to_wire
@@ -38,7 +39,13 @@ class DecodeRole:
     ``stop``."""
 
     def __init__(
-        self, node_id: str, host: EngineHost, segment: Segment, transfer: TransferEngine, channels: Channels
+        self,
+        node_id: str,
+        host: EngineHost,
+        segment: Segment,
+        transfer: TransferEngine,
+        channels: Channels,
+        outboxes: Outboxes,
     ) -> None:
         config, layout = host.config, host.cache_size.layout
         stores = ConnectionCache(lambda address: StoreClient(address, transfer, channels))
@@ -56,7 +63,7 @@ class DecodeRole:
             advertise=config.node.advertise,
         )
         self.receiver = Receiver(host.thread, self._segment_server, host.mirror, layout)
-        self._servicer = DecodeServicer(host, self.receiver, self.hook, self._segment_server)
+        self._servicer = DecodeServicer(host, self.receiver, self.hook, self._segment_server, outboxes)
         self._rests_per_step = 1 / config.node.decode_share - 1
         self._most_s = TBT_ROOM * config.conductor.tbt_limit_ms / 1e3 or math.inf  # for a step and its rest
 

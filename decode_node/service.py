@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import Any
 
 from decode_node.handoff import Handoff, HandoffState
@@ -17,6 +17,7 @@ from mooncake.engine.contract import StepOutput
 from mooncake.engine.hosting.host import EngineHost
 from mooncake.engine.sequence import Sequence
 from mooncake.errors import DeadlineExceeded, MooncakeError
+from mooncake.outbox import Outboxes, diverted
 from mooncake.rpc import decode_pb2 as pb
 from mooncake.rpc import decode_pb2_grpc
 from mooncake.rpc.convert import (
@@ -31,12 +32,18 @@ from mooncake.rpc.server import CleanUps, check_arrived, remaining_s
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     def __init__(
-        self, host: EngineHost, receiver: Receiver, writeback_hook: WriteBackHook, segment_server: SegmentServer
+        self,
+        host: EngineHost,
+        receiver: Receiver,
+        writeback_hook: WriteBackHook,
+        segment_server: SegmentServer,
+        outboxes: Outboxes,
     ) -> None:
         self._host = host
         self._receiver = receiver
         self._writeback_hook = writeback_hook
         self._segment_server = segment_server
+        self._outboxes = outboxes
         self.num_running = 0
         self._num_streaming = 0  # of these, requests that generate
         self._clean_ups = CleanUps()
@@ -45,6 +52,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
     async def Generate(self, request: pb.DecodeRequest, context: Any) -> AsyncIterator[pb.DecodeResponse]:  # noqa: N802
         check_arrived(request.handoff_id)
         deadline = time.monotonic() + remaining_s(context, self._request_timeout_s)
+        outbox = await self._outboxes.of(request.output_stream)
         outputs = Outputs()
         sequence = await self._sequence(request)
         handoff = Handoff(request.handoff_id, request.epoch)
@@ -53,7 +61,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         self._writeback_hook.watch(sequence, [pool.control_address for pool in request.pools])
         self.num_running += 1
         try:
-            async for response in self._stream(sequence, outputs, deadline):
+            said = self._stream(sequence, outputs, deadline)
+            async for response in diverted(outbox, request.handoff_id, said, context):
                 yield response
         finally:
             self.num_running -= 1
@@ -105,7 +114,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             adapter=request.adapter,
         )
 
-    async def _stream(self, sequence: Sequence, outputs: Outputs, deadline: float) -> AsyncIterator[pb.DecodeResponse]:
+    async def _stream(
+        self, sequence: Sequence, outputs: Outputs, deadline: float
+    ) -> AsyncGenerator[pb.DecodeResponse, None]:
         num_open = sequence.sampling.num_answers
         ready = await self._take(outputs, deadline)
         started_s = time.monotonic()

@@ -27,7 +27,8 @@ from mooncake.errors import MooncakeError
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership, check_settings, first_end
 from mooncake.model.pages import Mappable
-from mooncake.rpc import cluster_pb2, common_pb2_grpc
+from mooncake.outbox import Outboxes
+from mooncake.rpc import cluster_pb2, common_pb2_grpc, outputs_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from mooncake.types import Role
 
@@ -82,6 +83,7 @@ class EngineNode:
         self.host: EngineHost
         self._section = section
         self._events = EventLog(secrets.randbits(63) | 1)
+        self._outboxes = Outboxes()
         self._plan: HostPlan
         self._roles: list[NodeRole] = []
         self._transfer: TransferEngine
@@ -141,9 +143,11 @@ class EngineNode:
             self._cleanup.push_async_callback(role.drain)
         events = CacheEventsServicer(self._events)
         server.add(common_pb2_grpc.add_CacheEventsServicer_to_server, events, "mooncake.v1.CacheEvents")
+        server.add(outputs_pb2_grpc.add_OutputsServicer_to_server, self._outboxes, "mooncake.v1.Outputs")
         port = await server.start(node.host, node.port)
         self._cleanup.push_async_callback(server.stop)
         self._cleanup.callback(self._events.end)
+        self._cleanup.callback(self._outboxes.end)
         self.control_address = join_address(node.reached_at, port)
 
     async def _join(self) -> None:

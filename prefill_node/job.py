@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import partial
 
 from kvstore.client.store_client import StoreClient
@@ -77,7 +77,7 @@ class PrefillJob:
         self._streamed: StreamedPrompt | None = None
         self._approximate = ApproximateKV(node, request, self._leases, self._deadline)
 
-    async def responses(self) -> AsyncIterator[pb.PrefillResponse]:
+    async def responses(self) -> AsyncGenerator[pb.PrefillResponse, None]:
         """Yields an early report, each answer's first token (all tokens if there is no decode node) or what is pooled,
         then the report. Raises MooncakeError.
         """

@@ -16,7 +16,7 @@ class PrefillNode(EngineNode):
         super().__init__(config, Role.PREFILL, config.prefill)
 
     def _make_roles(self) -> list[NodeRole]:
-        self._role = PrefillRole(self.host, self._transfer, self._channels)
+        self._role = PrefillRole(self.host, self._transfer, self._channels, self._outboxes)
         return [self._role]
 
     async def drained(self) -> None:

@@ -10,6 +10,7 @@ from kvstore.transfer.engine import TransferEngine
 from kvstore.transfer.transport import Priority
 from mooncake.connection_cache import ConnectionCache
 from mooncake.engine.hosting.host import EngineHost
+from mooncake.outbox import Outboxes
 from mooncake.rpc import cluster_pb2, prefill_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
 from prefill_node.blend_chunks import BlendChunks
@@ -26,7 +27,7 @@ from prefill_node.variant_kv import Sender
 class PrefillRole:
     """Over a ``host`` that is open: let it run with ``hook``, ``serve``; at the end ``drain`` and ``stop``."""
 
-    def __init__(self, host: EngineHost, transfer: TransferEngine, channels: Channels) -> None:
+    def __init__(self, host: EngineHost, transfer: TransferEngine, channels: Channels, outboxes: Outboxes) -> None:
         """Raises ConfigError."""
         self._samples = host.samples
         self._closings = Closings(channels)
@@ -54,7 +55,7 @@ class PrefillRole:
             blend_chunks=self._chunks,
             variant=variant,
         )
-        self._servicer = PrefillServicer(node)
+        self._servicer = PrefillServicer(node, outboxes)
 
     def serve(self, server: RpcServer) -> None:
         """Add the service."""

@@ -12,10 +12,12 @@ from collections.abc import Awaitable, Callable
 import grpc
 
 from conductor.api import TOO_LATE, AttemptRecord, Delta
+from conductor.dispatch.call_end import CallEnded
 from conductor.dispatch.lifecycle import HandoffPhase
 from conductor.dispatch.merge import Merger
-from conductor.dispatch.node_call import Call, CallEnded, Inbox, Message, NodeCall, ReportIsLate
+from conductor.dispatch.node_call import Call, Inbox, Message, NodeCall, ReportIsLate
 from conductor.dispatch.node_requests import NodeRequests
+from conductor.dispatch.output_stream import OutputStream
 from conductor.placement.bookings import Booking
 from conductor.placement.scheduler import Placement
 from conductor.registry import NodeInfo
@@ -63,6 +65,7 @@ class Attempt:
         placement: Placement,
         booking: Booking,
         requests: NodeRequests,
+        stream: OutputStream | None,
         merger: Merger,
         deadline: float,
         handoff_timeout_s: float,
@@ -80,10 +83,9 @@ class Attempt:
         self._on_lost = on_lost
         self._channels = channels
         self._handoff_id = requests.prefill.handoff_id
-        self._inbox = Inbox(INBOX_LIMIT)
-        self._may_decode = asyncio.Event()  # holds decode messages back: log-probabilities of the prompt come first
-        if not merger.wants_prompt_logprobs:
-            self._may_decode.set()
+        # log-probabilities of the prompt come before what the decode node says
+        self._inbox = Inbox(INBOX_LIMIT, admits_decode=not merger.wants_prompt_logprobs)
+        self._stream = stream  # from the node that generates
         self._closed = False
         self._has_expired = False
         self._called_at = clock()
@@ -102,7 +104,11 @@ class Attempt:
             self._listen_to(Role.DECODE, placement.decode, decode.Generate(requests.decode, timeout=left_s))
 
     def _listen_to(self, role: Role, info: NodeInfo, call: Call) -> None:
-        self._calls[role] = NodeCall(role, info, call, self._inbox, self._may_decode, self._is_time_over, self._on_lost)
+        is_generating = role is Role.DECODE or self.placement.decode is None
+        stream = self._stream if is_generating else None
+        self._calls[role] = NodeCall(
+            role, info, call, self._inbox, self._is_time_over, self._on_lost, stream, self._handoff_id
+        )
 
     @property
     def nodes(self) -> list[NodeInfo]:

@@ -24,6 +24,7 @@ from conductor.dispatch.lifecycle import HandoffPhase, RequestState, handoff_lif
 from conductor.dispatch.merge import Merger
 from conductor.dispatch.node_requests import NodeRequests, node_requests
 from conductor.dispatch.node_wait import NodeWait
+from conductor.dispatch.output_stream import OutputStream, OutputStreams
 from conductor.dispatch.placer import NodesLacking, Placer, pair_of
 from conductor.dispatch.request_progress import RequestProgress
 from conductor.dispatch.retry import Failure, incarnations
@@ -90,6 +91,7 @@ class Dispatcher:
         self.admission_queue = AdmissionQueue(self.placer.scheduler, config.conductor, clock, self.stats.admission)
         self.node_wait = NodeWait(config.conductor.node_wait_s, clock)
         self._channels = channels
+        self._streams = OutputStreams(channels)
         self._clock = clock
         self._epochs = count((incarnation & 0xFFFF_FFFF) << 32 | 1)
         self._attempts: dict[int, set[Attempt]] = {}  # by node incarnation
@@ -206,6 +208,9 @@ class Dispatcher:
         for attempt in list(self._attempts.get(info.incarnation, ())):
             attempt.node_lost(info, NodeUnavailable(f"{info.role} node {info.node_id} {why}"))
 
+    async def close(self) -> None:
+        await self._streams.close()
+
     @property
     def is_idle(self) -> bool:
         """No request runs and nothing is booked on any node."""
@@ -284,14 +289,30 @@ class Dispatcher:
         facts = self.placer.facts(progress, now)
         placement = self.placer.place(facts, progress, now)
         # before booking: it may exceed the message size
-        requests = node_requests(request, progress.tokens, placement, next(self._epochs))
+        stream = self._stream(progress, placement)
+        stream_id = stream.id if stream is not None else 0
+        requests = node_requests(request, progress.tokens, placement, next(self._epochs), stream_id)
         booking = self._book(facts, placement, request.sampling.max_tokens, now)
         progress.placed(placement)
         log.debug("%s placed: %s", request.request_id, placement)
-        return self._call(progress, placement, booking, requests)
+        return self._call(progress, placement, booking, requests, stream)
+
+    def _stream(self, progress: _RunningRequest, placement: Placement) -> OutputStream | None:
+        """Where the node that generates tells what it has to say."""
+        sampling, info = progress.request.sampling, placement.decode
+        if info is None:
+            if sampling.max_tokens - progress.num_kept <= 1 or sampling.prompt_logprobs is not None:
+                return None  # it says little, or more than should travel with others'
+            info = placement.prefill
+        return self._streams.of(info.control_address, f"{info.role} node {info.node_id}")
 
     def _call(
-        self, progress: _RunningRequest, placement: Placement, booking: Booking, requests: NodeRequests
+        self,
+        progress: _RunningRequest,
+        placement: Placement,
+        booking: Booking,
+        requests: NodeRequests,
+        stream: OutputStream | None,
     ) -> Attempt:
         request = progress.request
         merger = Merger(
@@ -308,6 +329,7 @@ class Dispatcher:
             placement=placement,
             booking=booking,
             requests=requests,
+            stream=stream,
             merger=merger,
             deadline=request.deadline,
             handoff_timeout_s=self._handoff_timeout_s,

@@ -17,9 +17,11 @@ class NodeRequests:
     decode: decode_pb2.DecodeRequest | None
 
 
-def node_requests(request: InferenceRequest, tokens: TokenIds, placement: Placement, epoch: int) -> NodeRequests:
-    """The requests to the two nodes. Ids include the epoch to be unique: a client may reuse one, and a retry may
-    meet remains of the attempt before it."""
+def node_requests(
+    request: InferenceRequest, tokens: TokenIds, placement: Placement, epoch: int, output_stream: int = 0
+) -> NodeRequests:
+    """The requests to the two nodes, of which the one that generates names the ``output_stream``. Ids include the epoch
+    to be unique: a client may reuse one, and a retry may meet remains of the attempt before it."""
     handoff_id = f"{epoch:016x}"
     request_id = f"{request.request_id}/{handoff_id}"
     data = tokens_to_wire(tokens)
@@ -46,6 +48,7 @@ def node_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         pools=pools,
         pool_tokens=placement.pool_tokens,
         pooling=request.pooling or "",
+        output_stream=output_stream if placement.decode is None else 0,
     )
     if placement.decode is None:
         return NodeRequests(prefill, None)
@@ -62,5 +65,6 @@ def node_requests(request: InferenceRequest, tokens: TokenIds, placement: Placem
         adapter_start=request.adapter_start,
         pools=pools,
         expected_ms=placement.predicted_ttft_ms if placement.is_known else 0.0,
+        output_stream=output_stream,
     )
     return NodeRequests(prefill, decode)

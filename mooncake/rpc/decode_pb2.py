@@ -26,7 +26,7 @@ from mooncake.rpc import common_pb2 as mooncake_dot_rpc_dot_common__pb2
 from mooncake.rpc import prefill_pb2 as mooncake_dot_rpc_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mooncake/rpc/decode.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\x1a\x1amooncake/rpc/prefill.proto\"\xab\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.mooncake.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12&\n\x05pools\x18\x08 \x03(\x0b\x32\x17.mooncake.v1.PoolTarget\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x0f\n\x07\x61\x64\x61pter\x18\n \x01(\t\x12\x15\n\radapter_start\x18\x0b \x01(\r\x12\x13\n\x0b\x65xpected_ms\x18\x0c \x01(\x01\"\x8a\x01\n\x0e\x44\x65\x63odeResponse\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.mooncake.v1.SampledToken\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x11\n\tdecode_ms\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\"J\n\x12OpenHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\twriter_id\x18\x03 \x01(\t\"k\n\x13OpenHandoffResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"\xac\x01\n\x14\x43ommitHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12/\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x19.mooncake.v1.SampledToken\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12\x19\n\x0c\x65xact_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_exact_tokensJ\x04\x08\x04\x10\x05\"\x17\n\x15\x43ommitHandoffResponse\"H\n\x13\x43loseHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x16\n\x14\x43loseHandoffResponse\"6\n\x10\x45ndChoiceRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x13\n\x11\x45ndChoiceResponse2\x9a\x03\n\x06\x44\x65\x63ode\x12\x45\n\x08Generate\x12\x1a.mooncake.v1.DecodeRequest\x1a\x1b.mooncake.v1.DecodeResponse0\x01\x12P\n\x0bOpenHandoff\x12\x1f.mooncake.v1.OpenHandoffRequest\x1a .mooncake.v1.OpenHandoffResponse\x12V\n\rCommitHandoff\x12!.mooncake.v1.CommitHandoffRequest\x1a\".mooncake.v1.CommitHandoffResponse\x12S\n\x0c\x43loseHandoff\x12 .mooncake.v1.CloseHandoffRequest\x1a!.mooncake.v1.CloseHandoffResponse\x12J\n\tEndChoice\x12\x1d.mooncake.v1.EndChoiceRequest\x1a\x1e.mooncake.v1.EndChoiceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mooncake/rpc/decode.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\x1a\x1amooncake/rpc/prefill.proto\"\xc2\x02\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.mooncake.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12&\n\x05pools\x18\x08 \x03(\x0b\x32\x17.mooncake.v1.PoolTarget\x12\x10\n\x08priority\x18\t \x01(\x11\x12\x0f\n\x07\x61\x64\x61pter\x18\n \x01(\t\x12\x15\n\radapter_start\x18\x0b \x01(\r\x12\x13\n\x0b\x65xpected_ms\x18\x0c \x01(\x01\x12\x15\n\routput_stream\x18\r \x01(\x06\"\x8a\x01\n\x0e\x44\x65\x63odeResponse\x12)\n\x06tokens\x18\x01 \x03(\x0b\x32\x19.mooncake.v1.SampledToken\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x11\n\tdecode_ms\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r\x12\x0e\n\x06\x63hoice\x18\x05 \x01(\r\"J\n\x12OpenHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\twriter_id\x18\x03 \x01(\t\"k\n\x13OpenHandoffResponse\x12,\n\x07segment\x18\x01 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\"\xac\x01\n\x14\x43ommitHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12/\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x19.mooncake.v1.SampledToken\x12\x0e\n\x06\x64igest\x18\x06 \x01(\x06\x12\x19\n\x0c\x65xact_tokens\x18\x05 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_exact_tokensJ\x04\x08\x04\x10\x05\"\x17\n\x15\x43ommitHandoffResponse\"H\n\x13\x43loseHandoffRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x16\n\x14\x43loseHandoffResponse\"6\n\x10\x45ndChoiceRequest\x12\x12\n\nhandoff_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\r\"\x13\n\x11\x45ndChoiceResponse2\x9a\x03\n\x06\x44\x65\x63ode\x12\x45\n\x08Generate\x12\x1a.mooncake.v1.DecodeRequest\x1a\x1b.mooncake.v1.DecodeResponse0\x01\x12P\n\x0bOpenHandoff\x12\x1f.mooncake.v1.OpenHandoffRequest\x1a .mooncake.v1.OpenHandoffResponse\x12V\n\rCommitHandoff\x12!.mooncake.v1.CommitHandoffRequest\x1a\".mooncake.v1.CommitHandoffResponse\x12S\n\x0c\x43loseHandoff\x12 .mooncake.v1.CloseHandoffRequest\x1a!.mooncake.v1.CloseHandoffResponse\x12J\n\tEndChoice\x12\x1d.mooncake.v1.EndChoiceRequest\x1a\x1e.mooncake.v1.EndChoiceResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,25 +34,25 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mooncake.rpc.decode_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DECODEREQUEST']._serialized_start=98
-  _globals['_DECODEREQUEST']._serialized_end=397
-  _globals['_DECODERESPONSE']._serialized_start=400
-  _globals['_DECODERESPONSE']._serialized_end=538
-  _globals['_OPENHANDOFFREQUEST']._serialized_start=540
-  _globals['_OPENHANDOFFREQUEST']._serialized_end=614
-  _globals['_OPENHANDOFFRESPONSE']._serialized_start=616
-  _globals['_OPENHANDOFFRESPONSE']._serialized_end=723
-  _globals['_COMMITHANDOFFREQUEST']._serialized_start=726
-  _globals['_COMMITHANDOFFREQUEST']._serialized_end=898
-  _globals['_COMMITHANDOFFRESPONSE']._serialized_start=900
-  _globals['_COMMITHANDOFFRESPONSE']._serialized_end=923
-  _globals['_CLOSEHANDOFFREQUEST']._serialized_start=925
-  _globals['_CLOSEHANDOFFREQUEST']._serialized_end=997
-  _globals['_CLOSEHANDOFFRESPONSE']._serialized_start=999
-  _globals['_CLOSEHANDOFFRESPONSE']._serialized_end=1021
-  _globals['_ENDCHOICEREQUEST']._serialized_start=1023
-  _globals['_ENDCHOICEREQUEST']._serialized_end=1077
-  _globals['_ENDCHOICERESPONSE']._serialized_start=1079
-  _globals['_ENDCHOICERESPONSE']._serialized_end=1098
-  _globals['_DECODE']._serialized_start=1101
-  _globals['_DECODE']._serialized_end=1511
+  _globals['_DECODEREQUEST']._serialized_end=420
+  _globals['_DECODERESPONSE']._serialized_start=423
+  _globals['_DECODERESPONSE']._serialized_end=561
+  _globals['_OPENHANDOFFREQUEST']._serialized_start=563
+  _globals['_OPENHANDOFFREQUEST']._serialized_end=637
+  _globals['_OPENHANDOFFRESPONSE']._serialized_start=639
+  _globals['_OPENHANDOFFRESPONSE']._serialized_end=746
+  _globals['_COMMITHANDOFFREQUEST']._serialized_start=749
+  _globals['_COMMITHANDOFFREQUEST']._serialized_end=921
+  _globals['_COMMITHANDOFFRESPONSE']._serialized_start=923
+  _globals['_COMMITHANDOFFRESPONSE']._serialized_end=946
+  _globals['_CLOSEHANDOFFREQUEST']._serialized_start=948
+  _globals['_CLOSEHANDOFFREQUEST']._serialized_end=1020
+  _globals['_CLOSEHANDOFFRESPONSE']._serialized_start=1022
+  _globals['_CLOSEHANDOFFRESPONSE']._serialized_end=1044
+  _globals['_ENDCHOICEREQUEST']._serialized_start=1046
+  _globals['_ENDCHOICEREQUEST']._serialized_end=1100
+  _globals['_ENDCHOICERESPONSE']._serialized_start=1102
+  _globals['_ENDCHOICERESPONSE']._serialized_end=1121
+  _globals['_DECODE']._serialized_start=1124
+  _globals['_DECODE']._serialized_end=1534
 # @@protoc_insertion_point(module_scope)

@@ -36,6 +36,7 @@ class DecodeRequest(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     ADAPTER_START_FIELD_NUMBER: _builtins.int
     EXPECTED_MS_FIELD_NUMBER: _builtins.int
+    OUTPUT_STREAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     handoff_id: _builtins.str
     epoch: _builtins.int
@@ -51,6 +52,8 @@ class DecodeRequest(_message.Message):
     """as in PrefillRequest"""
     expected_ms: _builtins.float
     """until the prompt is computed, as predicted; 0: nobody knows"""
+    output_stream: _builtins.int
+    """where responses go (outputs.proto); 0: they are the call's own"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -72,10 +75,11 @@ class DecodeRequest(_message.Message):
         adapter: _builtins.str = ...,
         adapter_start: _builtins.int = ...,
         expected_ms: _builtins.float = ...,
+        output_stream: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_start", b"adapter_start", "cache_salt", b"cache_salt", "epoch", b"epoch", "expected_ms", b"expected_ms", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "adapter_start", b"adapter_start", "cache_salt", b"cache_salt", "epoch", b"epoch", "expected_ms", b"expected_ms", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "output_stream", b"output_stream", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from mooncake.rpc import common_pb2 as mooncake_dot_rpc_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amooncake/rpc/prefill.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\"S\n\nPoolTarget\x12\x17\n\x0f\x63ontrol_address\x18\x01 \x01(\t\x12,\n\x07segment\x18\x02 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\"\xf0\x02\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.mooncake.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x08 \x01(\t\x12&\n\x05pools\x18\t \x03(\x0b\x32\x17.mooncake.v1.PoolTarget\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x15\n\radapter_start\x18\x0e \x01(\r\x12\x18\n\x0bpool_tokens\x18\r \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07pooling\x18\x0f \x01(\tB\x0e\n\x0c_pool_tokensJ\x04\x08\x0c\x10\r\"\x9f\x02\n\x0fPrefillResponse\x12\x30\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x19.mooncake.v1.SampledTokenH\x00\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1a.mooncake.v1.PrefillReportH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.mooncake.v1.PromptLogprobsH\x00\x12\x32\n\x0c\x65\x61rly_report\x18\x06 \x01(\x0b\x32\x1a.mooncake.v1.PrefillReportH\x00\x12\x10\n\x06pooled\x18\x07 \x01(\x0cH\x00\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\tB\x07\n\x05\x65vent2M\n\x07Prefill\x12\x42\n\x03Run\x12\x1b.mooncake.v1.PrefillRequest\x1a\x1c.mooncake.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1amooncake/rpc/prefill.proto\x12\x0bmooncake.v1\x1a\x19mooncake/rpc/common.proto\"S\n\nPoolTarget\x12\x17\n\x0f\x63ontrol_address\x18\x01 \x01(\t\x12,\n\x07segment\x18\x02 \x01(\x0b\x32\x1b.mooncake.v1.SegmentAddress\"\x87\x03\n\x0ePrefillRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nhandoff_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x05 \x01(\r\x12-\n\x08sampling\x18\x06 \x01(\x0b\x32\x1b.mooncake.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_address\x18\x08 \x01(\t\x12&\n\x05pools\x18\t \x03(\x0b\x32\x17.mooncake.v1.PoolTarget\x12\x10\n\x08priority\x18\n \x01(\x11\x12\x0f\n\x07\x61\x64\x61pter\x18\x0b \x01(\t\x12\x15\n\radapter_start\x18\x0e \x01(\r\x12\x18\n\x0bpool_tokens\x18\r \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07pooling\x18\x0f \x01(\t\x12\x15\n\routput_stream\x18\x10 \x01(\x06\x42\x0e\n\x0c_pool_tokensJ\x04\x08\x0c\x10\r\"\x9f\x02\n\x0fPrefillResponse\x12\x30\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x19.mooncake.v1.SampledTokenH\x00\x12,\n\x06report\x18\x02 \x01(\x0b\x32\x1a.mooncake.v1.PrefillReportH\x00\x12\x36\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x1b.mooncake.v1.PromptLogprobsH\x00\x12\x32\n\x0c\x65\x61rly_report\x18\x06 \x01(\x0b\x32\x1a.mooncake.v1.PrefillReportH\x00\x12\x10\n\x06pooled\x18\x07 \x01(\x0cH\x00\x12\x0e\n\x06\x63hoice\x18\x03 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\tB\x07\n\x05\x65vent2M\n\x07Prefill\x12\x42\n\x03Run\x12\x1b.mooncake.v1.PrefillRequest\x1a\x1c.mooncake.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_POOLTARGET']._serialized_start=70
   _globals['_POOLTARGET']._serialized_end=153
   _globals['_PREFILLREQUEST']._serialized_start=156
-  _globals['_PREFILLREQUEST']._serialized_end=524
-  _globals['_PREFILLRESPONSE']._serialized_start=527
-  _globals['_PREFILLRESPONSE']._serialized_end=814
-  _globals['_PREFILL']._serialized_start=816
-  _globals['_PREFILL']._serialized_end=893
+  _globals['_PREFILLREQUEST']._serialized_end=547
+  _globals['_PREFILLRESPONSE']._serialized_start=550
+  _globals['_PREFILLRESPONSE']._serialized_end=837
+  _globals['_PREFILL']._serialized_start=839
+  _globals['_PREFILL']._serialized_end=916
 # @@protoc_insertion_point(module_scope)

@@ -60,6 +60,7 @@ class PrefillRequest(_message.Message):
     ADAPTER_START_FIELD_NUMBER: _builtins.int
     POOL_TOKENS_FIELD_NUMBER: _builtins.int
     POOLING_FIELD_NUMBER: _builtins.int
+    OUTPUT_STREAM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     handoff_id: _builtins.str
     epoch: _builtins.int
@@ -82,6 +83,8 @@ class PrefillRequest(_message.Message):
     """
     pooling: _builtins.str
     """"last", "mean": an embedding is wanted in place of an answer; empty: an answer"""
+    output_stream: _builtins.int
+    """as in DecodeRequest"""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -105,10 +108,11 @@ class PrefillRequest(_message.Message):
         adapter_start: _builtins.int = ...,
         pool_tokens: _builtins.int | None = ...,
         pooling: _builtins.str = ...,
+        output_stream: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "pool_tokens", b"pool_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "adapter", b"adapter", "adapter_start", b"adapter_start", "cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "pool_tokens", b"pool_tokens", "pooling", b"pooling", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens", "adapter", b"adapter", "adapter_start", b"adapter_start", "cache_salt", b"cache_salt", "decode_address", b"decode_address", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_prompt_tokens", b"num_prompt_tokens", "output_stream", b"output_stream", "pool_tokens", b"pool_tokens", "pooling", b"pooling", "pools", b"pools", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pool_tokens: _TypeAlias = _typing.Literal["pool_tokens"]  # noqa: Y015
     _WhichOneofArgType__pool_tokens: _TypeAlias = _typing.Literal["_pool_tokens", b"_pool_tokens"]  # noqa: Y015

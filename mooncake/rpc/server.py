@@ -33,6 +33,7 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),
 )
 TAKEN_KEY = "mooncake-taken"  # in a stream's initial metadata: the server has accepted the call
+LAST_BATCH_KEY = "mooncake-last-batch"  # in a call's trailing metadata: of ``Outputs.Collect``, with its last message
 KEEPALIVE_S = 10.0  # of silence before a peer with calls is pinged, and for its answer
 # For a peer to take a connection. A first call waits as long for a machine that is cut off; and a connection that is
 # begun meanwhile sends its packets ever more rarely, so that it is not there soon after the way is free again.
@@ -151,7 +152,8 @@ async def _abort(context: Any, error: Exception, method: str) -> None:
     elif lacks_memory(error):
         error = OutOfMemory(f"no memory is left for {method.rpartition('/')[2]}")
     if isinstance(error, MooncakeError):
-        await context.abort(status_of(error), error.message, trailing_metadata(error))
+        told = context.trailing_metadata() or ()
+        await context.abort(status_of(error), error.message, (*told, *trailing_metadata(error)))
     log.exception("unexpected error in %s", method, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, "internal error; the server's log has the details")
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
-from nonsense import Nonsense, add_decode_servicer, nonsense
+from nonsense import Nonsense, add_outputs_servicer, nonsense
 from waiting import until
 
 from conductor.api import Delta, InferenceRequest
@@ -27,6 +27,7 @@ from mooncake.config import Config, load_config
 from mooncake.errors import HandoffFailed, MooncakeError, NodeUnavailable
 from mooncake.events import CacheEventsServicer, EventLog
 from mooncake.membership import Membership
+from mooncake.outbox import Outboxes, diverted
 from mooncake.pooling import Vector
 from mooncake.rpc import (
     cluster_pb2,
@@ -111,6 +112,7 @@ class FakeNode:
     last_request: Any = None
     address: str = ""
     events: EventLog = field(default_factory=lambda: EventLog(7))
+    outboxes: Outboxes = field(default_factory=Outboxes)
     server: RpcServer = field(default_factory=RpcServer)
     membership: Membership | None = None
     relay: Relay | None = None
@@ -121,6 +123,7 @@ class FakeNode:
             CacheEventsServicer(self.events),
             "mooncake.v1.CacheEvents",
         )
+        self.server.add(add_outputs_servicer, self.outboxes, "mooncake.v1.Outputs")
         port = await self.server.start("127.0.0.1", 0)
         self.relay = await Relay.start(port)
         self.address = f"127.0.0.1:{self.relay.port}"
@@ -172,6 +175,13 @@ class FakePrefill(FakeNode, prefill_pb2_grpc.PrefillServicer):
     async def Run(  # noqa: N802
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
+        outbox = await self.outboxes.of(request.output_stream)
+        async for response in diverted(outbox, request.handoff_id, self._responses(request), context):
+            yield response
+
+    async def _responses(
+        self, request: prefill_pb2.PrefillRequest
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse, None]:
         self.calls += 1
         self.running += 1
         self.last_request = request
@@ -232,7 +242,7 @@ class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
         super().__init__(node_id, "decode")
         self.ended_choices: list[tuple[str, int]] = []
         self.commits: dict[str, asyncio.Future[common_pb2.SampledToken]] = {}
-        self.server.add(add_decode_servicer, self, "mooncake.v1.Decode")
+        self.server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self, "mooncake.v1.Decode")
 
     async def EndChoice(  # noqa: N802
         self, request: decode_pb2.EndChoiceRequest, context: Any
@@ -254,6 +264,11 @@ class FakeDecode(FakeNode, decode_pb2_grpc.DecodeServicer):
     async def Generate(  # noqa: N802
         self, request: decode_pb2.DecodeRequest, context: Any
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        outbox = await self.outboxes.of(request.output_stream)
+        async for response in diverted(outbox, request.handoff_id, self._responses(request), context):
+            yield response
+
+    async def _responses(self, request: decode_pb2.DecodeRequest) -> AsyncGenerator[decode_pb2.DecodeResponse, None]:
         self.calls += 1
         self.running += 1
         self.last_request = request

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import grpc
 
-from mooncake.rpc import common_pb2, decode_pb2, decode_pb2_grpc
+from mooncake.rpc import common_pb2, decode_pb2, outputs_pb2, outputs_pb2_grpc
 
 
 class Nonsense(StrEnum):
@@ -36,17 +36,17 @@ def nonsense(kind: Nonsense | None, due: int, vocab_size: int) -> Iterator[decod
             yield decode_pb2.DecodeResponse(finish_reason=Nonsense.GARBAGE)
 
 
-def add_decode_servicer(servicer: decode_pb2_grpc.DecodeServicer, server: grpc.aio.Server) -> None:
+def add_outputs_servicer(servicer: outputs_pb2_grpc.OutputsServicer, server: grpc.aio.Server) -> None:
     """As generated, but for ``Nonsense.GARBAGE``."""
-    generate = grpc.unary_stream_rpc_method_handler(
-        servicer.Generate,
-        request_deserializer=decode_pb2.DecodeRequest.FromString,
+    collect = grpc.stream_stream_rpc_method_handler(
+        servicer.Collect,
+        request_deserializer=outputs_pb2.CollectRequest.FromString,
         response_serializer=_bytes,
     )
-    handlers = grpc.method_handlers_generic_handler("mooncake.v1.Decode", {"Generate": generate})
+    handlers = grpc.method_handlers_generic_handler("mooncake.v1.Outputs", {"Collect": collect})
     server.add_generic_rpc_handlers((handlers,))
-    decode_pb2_grpc.add_DecodeServicer_to_server(servicer, server)
 
 
-def _bytes(said: decode_pb2.DecodeResponse) -> bytes:
-    return b"\xff" * 8 if said.finish_reason == Nonsense.GARBAGE else said.SerializeToString()
+def _bytes(batch: outputs_pb2.OutputBatch) -> bytes:
+    is_garbage = any(output.decode.finish_reason == Nonsense.GARBAGE for output in batch.outputs)
+    return b"\xff" * 8 if is_garbage else batch.SerializeToString()

@@ -50,9 +50,11 @@ class ComputeNode(EngineNode):
         return self._segment
 
     def _make_roles(self) -> Iterator[NodeRole]:
-        self._prefill = PrefillRole(self.host, self._transfer, self._channels)
+        self._prefill = PrefillRole(self.host, self._transfer, self._channels, self._outboxes)
         yield self._prefill
-        self._decode = DecodeRole(self.node_id, self.host, self._segment, self._transfer, self._channels)
+        self._decode = DecodeRole(
+            self.node_id, self.host, self._segment, self._transfer, self._channels, self._outboxes
+        )
         yield self._decode
 
     async def stop(self) -> None:
