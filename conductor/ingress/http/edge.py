@@ -15,6 +15,7 @@ from mooncake.errors import Cancelled, Overloaded
 _CLIENT_REQUEST_ID = re.compile(rb"[\w.:\-]{1,128}", re.ASCII)
 
 TRACE = "mooncake.trace"  # in the scope of a request that is traced: what knows the ``traceresponse``, or "" if none
+SEND_BODY = "mooncake.send_body"  # in the scope: takes the body of a response that has begun past all layers
 TRACE_RESPONSE = "traceresponse"  # the header that tells which trace a request has (W3C)
 
 Observe = Callable[[str, int], None]  # (route, status)
@@ -55,6 +56,7 @@ class EdgeMiddleware:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
+        scope[SEND_BODY] = send
         try:
             if scope["method"] == "POST":
                 await self._post(scope, receive_body, send_with_id)

@@ -13,6 +13,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from conductor.ingress.http.edge import SEND_BODY
 from conductor.ingress.http.errors import ClientGone, error_body, error_response, known_error
 from conductor.ingress.http.request import unless_gone
 from mooncake.errors import MooncakeError
@@ -34,12 +35,17 @@ class EventStream:
     """Server-sent events on one response. The response starts with the first event or keep-alive comment, so an
     error before that still has its own status."""
 
-    def __init__(self, send: Send, headers: Mapping[str, str], keep_alive_s: float) -> None:
+    def __init__(
+        self, send: Send, headers: Mapping[str, str], keep_alive_s: float, send_body: Send | None = None
+    ) -> None:
+        """``send_body``, if there is one, takes what follows the start of the response."""
         self._send = send
+        self._send_body = send_body or send
         self._headers = headers
         self._keep_alive_s = keep_alive_s
         self._lock = asyncio.Lock()
-        self._last_at = asyncio.get_running_loop().time()
+        self._loop = asyncio.get_running_loop()
+        self._last_at = self._loop.time()
         self.has_started = False
 
     async def event(self, data: bytes, name: str = "") -> None:
@@ -50,24 +56,27 @@ class EventStream:
 
     async def keep_alive(self) -> None:
         """Send a comment after every silence, so that neither the client nor a proxy considers the connection dead."""
-        loop = asyncio.get_running_loop()
         while True:
-            left_s = self._last_at + self._keep_alive_s - loop.time()
+            left_s = self._last_at + self._keep_alive_s - self._loop.time()
             if left_s > 0:
                 await asyncio.sleep(left_s)
             else:
                 await self._write(b": keep-alive\n\n")
 
     async def _write(self, data: bytes, more: bool = True) -> None:
-        async with self._lock:
-            self._last_at = asyncio.get_running_loop().time()
+        self._last_at = self._loop.time()
+        if not self.has_started:
+            await self._start()
+        await self._send_body({"type": "http.response.body", "body": data, "more_body": more})
+
+    async def _start(self) -> None:
+        async with self._lock:  # an event and a comment may both be the first
             if not self.has_started:
                 headers = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
                 headers |= {"x-accel-buffering": "no", **self._headers}
                 raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
                 self.has_started = True  # not before: a comment that keeps the stream alive may be cancelled meanwhile
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
 
 class StreamingAnswer(Response):
@@ -92,7 +101,7 @@ class StreamingAnswer(Response):
         self._keep_alive_s = keep_alive_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = EventStream(send, self._stream_headers, self._keep_alive_s)
+        stream = EventStream(send, self._stream_headers, self._keep_alive_s, scope.get(SEND_BODY, send))
         try:
             await unless_gone(receive, self._run(stream))
         except ClientGone:
