@@ -7,14 +7,17 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+import pytest
 from waiting import until
 
 from conductor.dispatch.attempt import INBOX_LIMIT
 from conductor.dispatch.call_end import CallEnded
 from conductor.dispatch.output_stream import OutputStream, OutputStreams
+from mooncake.config import load_config
 from mooncake.errors import NodeUnavailable, OutOfMemory
 from mooncake.rpc import common_pb2, decode_pb2, outputs_pb2, outputs_pb2_grpc
 from mooncake.rpc.server import Channels, RpcServer
+from mooncake.types import FinishReason
 
 PROMPT = [5, 6, 7, 8, 9]
 LONG = 3 * INBOX_LIMIT
@@ -23,6 +26,7 @@ LONG = 3 * INBOX_LIMIT
 async def test_a_node_waits_for_a_slow_client_and_for_it_alone(start_cluster: Any) -> None:
     cluster = await start_cluster(1, 1)
     (node,) = cluster.decode
+    node.script.token_s = 0.001  # a message or two are on their way when it is asked to wait
     async with aclosing(cluster.core.dispatcher.generate(cluster.request(PROMPT, LONG))) as slow:
         got = [*(await anext(slow)).tokens]
         await until(lambda: any(outbox._held for outbox in node.outboxes._open.values()))
@@ -64,6 +68,22 @@ async def test_a_stream_that_has_ended_is_opened_anew(start_cluster: Any) -> Non
     assert tokens == cluster.answer(PROMPT, 8)
     assert deltas[-1].summary.retries == 0
     assert cluster.core.dispatcher._streams._streams.keys() == {cluster.decode[0].address}
+
+
+@pytest.mark.parametrize(
+    ("asked", "uses_it"),
+    [({"max_tokens": 8}, True), ({"max_tokens": 8, "prompt_logprobs": 0}, False), ({"max_tokens": 1}, False)],
+)
+async def test_nodes_that_answer_alone_use_their_stream_for_what_is_short_and_often(
+    fake_cluster_of: Any, asked: dict[str, int], uses_it: bool
+) -> None:
+    settings = ("cluster.coupled=1", "conductor.grpc_port=0", "conductor.heartbeat_interval_s=0.1")
+    cluster = await fake_cluster_of(load_config(overrides=[*settings]), 1, 0)
+    tokens, deltas = await cluster.generate(cluster.request(PROMPT, **asked))
+    assert tokens == cluster.answer(PROMPT, 1), "this node tells no more"
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert bool(cluster.prefill[0].last_request.output_stream) is uses_it
+    await cluster.is_quiet()
 
 
 class Node(outputs_pb2_grpc.OutputsServicer):
