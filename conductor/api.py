@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from mooncake.adapters import Adapter
 from mooncake.errors import MooncakeError
 from mooncake.pooling import Pooling, Vector
@@ -75,8 +77,7 @@ class RequestSummary:
     predicted_ttft_ms: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """New tokens of answer number ``choice``. The last delta of an answer carries the finish reason and the summary,
     and may have no tokens; earlier ones carry the summary when the prefill node has reported."""
 

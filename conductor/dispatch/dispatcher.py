@@ -13,8 +13,10 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator, Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
+
+from msgspec.structs import replace
 
 from conductor.admission.fair_queue import band_of
 from conductor.admission.queue import AdmissionQueue

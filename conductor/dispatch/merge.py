@@ -17,8 +17,6 @@ from mooncake.types import FinishReason, PrefillReport, SampledToken
 
 _UNBOUNDED = 1 << 32
 
-NodeMessage = prefill_pb2.PrefillResponse | decode_pb2.DecodeResponse
-
 _REASONS = {reason.value: reason for reason in FinishReason if reason is not FinishReason.ABORT}  # that nodes give
 
 
@@ -43,7 +41,7 @@ class Merger:
     ) -> None:
         self._next_index = list(expected)
         self._start = tuple(expected)
-        self._told = {of: list(expected) for of in (prefill_pb2.PrefillResponse, decode_pb2.DecodeResponse)}
+        self._told_by_prefill, self._told_by_decode = list(expected), list(expected)
         self._first_ids: dict[int, int] = {}  # by choice, for both nodes tell them
         self._end = end
         self._vocab_size = vocab_size
@@ -96,13 +94,13 @@ class Merger:
                 raise _empty("prefill")
             return None
         tokens = [sampled_from_wire(message.first_token)]
-        self._check(message, tokens)
+        self._check(self._told_by_prefill, message.choice, tokens, message.finish_reason)
         self.is_prefilled = True
         if self.handoff is None:
-            return self._delta(message, tokens, message.finish_reason)
+            return self._delta(message.choice, tokens, message.finish_reason)
         if self.handoff.state is HandoffPhase.RESERVED:
             self.handoff.move(HandoffPhase.STREAMING)
-        return self._delta(message, tokens, "") if self._passes_first_token else None
+        return self._delta(message.choice, tokens, "") if self._passes_first_token else None
 
     def _pooled(self, data: bytes) -> Delta | None:
         if not self._wants_pooled:
@@ -116,17 +114,20 @@ class Merger:
 
     def on_decode_message(self, message: decode_pb2.DecodeResponse) -> Delta | None:
         """Raises like ``on_prefill_message``."""
-        if not message.tokens and not message.finish_reason:
-            raise _empty("decode")
+        choice, finish_reason = message.choice, message.finish_reason  # each reading of a field costs
         tokens = list(map(sampled_from_wire, message.tokens))
-        self._check(message, tokens)
+        if not tokens and not finish_reason:
+            raise _empty("decode")
+        self._check(self._told_by_decode, choice, tokens, finish_reason)
         self._commit()
-        return self._delta(message, tokens, message.finish_reason)
+        if finish_reason and choice in self._open:
+            self.decode_ms = max(self.decode_ms, ms_from_wire(message.decode_ms))
+            self.preemptions = max(self.preemptions, message.preemptions)
+        return self._delta(choice, tokens, finish_reason)
 
-    def _check(self, message: NodeMessage, tokens: list[SampledToken]) -> None:
-        """Raises BrokenPeer unless each node tells an answer's tokens in order, as tokens of the model, and no more
-        than were asked for, and then how it ended."""
-        choice, told = message.choice, self._told[type(message)]
+    def _check(self, told: list[int], choice: int, tokens: list[SampledToken], finish_reason: str) -> None:
+        """``told``: how many tokens of each answer this node has told. Raises BrokenPeer unless each node tells an
+        answer's tokens in order, as tokens of the model, and no more than were asked for, and then how it ended."""
         if self._wants_pooled:
             raise BrokenPeer("there is a token where hidden states were asked for")
         if choice >= len(told):
@@ -141,21 +142,17 @@ class Merger:
         num_told = told[choice] + len(tokens)
         if num_told > self._end:
             raise BrokenPeer(f"there are {num_told} tokens where at most {self._end} were asked for")
-        if message.finish_reason and message.finish_reason not in _REASONS:
-            raise BrokenPeer(f"no answer ends with the finish reason {shown(message.finish_reason)}")
-        if message.finish_reason and num_told == self._start[choice]:
+        if finish_reason and finish_reason not in _REASONS:
+            raise BrokenPeer(f"no answer ends with the finish reason {shown(finish_reason)}")
+        if finish_reason and num_told == self._start[choice]:
             raise BrokenPeer("an answer has ended without a token")
         told[choice] = num_told
 
-    def _delta(self, message: NodeMessage, tokens: list[SampledToken], finish_reason: str) -> Delta | None:
-        choice = message.choice
+    def _delta(self, choice: int, tokens: list[SampledToken], finish_reason: str) -> Delta | None:
         if choice not in self._open:  # it has ended: the other node's first token may come later
             return None
         new = self._new_tokens(choice, tokens)
         if finish_reason:
-            if isinstance(message, decode_pb2.DecodeResponse):
-                self.decode_ms = max(self.decode_ms, ms_from_wire(message.decode_ms))
-                self.preemptions = max(self.preemptions, message.preemptions)
             return self._finish(choice, _REASONS[finish_reason], new)
         return Delta(new, choice=choice) if new else None
 

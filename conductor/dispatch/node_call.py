@@ -46,7 +46,7 @@ class Inbox:
         self._items: deque[tuple[Role, Message]] = deque()
         self._early: list[Message] = []  # of the decode node
         self._error: MooncakeError | None = None
-        self._filled = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # whoever waits in ``get``
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._admits_decode = asyncio.Event()
@@ -72,7 +72,7 @@ class Inbox:
 
     def post(self, role: Role, message: Message) -> None:
         self._items.append((role, message))
-        self._filled.set()
+        self._wake()
         self._check_room()
 
     def admit_decode(self) -> None:
@@ -87,18 +87,22 @@ class Inbox:
 
     def fail(self, error: MooncakeError) -> None:
         self._error = self._error or error
-        self._filled.set()
+        self._wake()
 
     async def get(self) -> tuple[Role, Message]:
         while not self._items:
             if self._error is not None:
                 raise self._error
-            self._filled.clear()
-            await self._filled.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         item = self._items.popleft()
         if len(self) <= self._limit // 2:
             self._has_room.set()
         return item
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _check_room(self) -> None:
         if len(self) >= self._limit:

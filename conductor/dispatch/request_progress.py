@@ -108,7 +108,7 @@ class RequestProgress:
         if delta.tokens:
             if self.lifecycle.state is RequestState.PLACED:
                 self.lifecycle.move(RequestState.STREAMING)
-            self.emitted[delta.choice].extend(token.token_id for token in delta.tokens)
+            self.emitted[delta.choice] += [token.token_id for token in delta.tokens]
         self.has_prompt_logprobs |= delta.prompt_logprobs is not None
         if delta.finish_reason is not None:
             self.ended.add(delta.choice)

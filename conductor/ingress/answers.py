@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+
 from conductor.api import Delta, InferenceRequest, RequestSummary
 from conductor.ingress.parsers.parts import OutputParser, Part, PlainParser, merged
 from conductor.ingress.trace import CallTrace
@@ -56,8 +58,7 @@ class Outcome:
     stop_reason: str | int | None = None  # the stop string or token id that ended it, if one of the request's did
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True):
     """What is new in answer number ``choice``. Text may lag behind the tokens; only an answer's last piece has an
     outcome. ``parts`` are the parsed text, and may lag behind too."""
 

@@ -18,6 +18,7 @@ import msgspec
 from conductor.api import TOO_LATE, Delta, Generator, InferenceRequest
 from conductor.ingress.answers import Answer, Job, Observer, Piece, joined, mean_logprob
 from conductor.ingress.prompts import Prompts
+from conductor.ingress.repeated_wait import RepeatedWait
 from conductor.ingress.served_model import ServedModel
 from conductor.ingress.trace import CallTrace, Tracer
 from mooncake.errors import (
@@ -72,10 +73,9 @@ class Pipeline:
         self._max_running = max_running
         self._clock = clock
         self._tracer = tracer
-        self._running: set[str] = set()
+        self._running: dict[str, RepeatedWait] = {}  # for the next tokens of each request
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._waits: dict[str, asyncio.Timeout] = {}  # for the next tokens of a request
         self._aborted: set[str] = set()
         self._is_open = True
         self._is_closing = False
@@ -163,14 +163,11 @@ class Pipeline:
             trace.requests.append(request)
         return Job(request, tuple(stop), arrived_at, include_stop, skip_special, model, trace=trace)
 
-    async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
+    def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
         """The answers to one job. Close it to cancel; whoever calls it has entered the job's trace. Raises what
         ``Generator.generate`` raises, NotFound for a model that is not served (any more), and InternalError."""
         sampling = job.request.sampling
-        pieces = self._best(job) if sampling.num_answers > sampling.n else self._all(job)
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                yield piece
+        return self._best(job) if sampling.num_answers > sampling.n else self._all(job)
 
     async def _all(self, job: Job) -> AsyncGenerator[Piece, None]:
         request = job.request
@@ -179,11 +176,11 @@ class Pipeline:
             for choice in range(request.sampling.num_answers)
         ]
         unfinished = set(range(len(answers)))
-        with self._register(request.request_id), self._count_failure(answers):
+        with self._register(request) as wait, self._count_failure(answers):
             deltas = self._generator.generate(self._with_adapter(job))
             async with contextlib.aclosing(deltas):
                 while unfinished:
-                    delta = await self._next(deltas, request)
+                    delta = await self._next(deltas, request.request_id, wait)
                     if delta.summary is not None:  # of all answers: it comes when there is news, and at their ends
                         for answer in answers:
                             answer.summary = delta.summary
@@ -225,7 +222,7 @@ class Pipeline:
             tokens = whole.tokens
             if sampling.logprobs is None:
                 tokens = tuple(msgspec.structs.replace(token, logprob=None) for token in tokens)
-            yield replace(whole, tokens=tokens, choice=rank)
+            yield msgspec.structs.replace(whole, tokens=tokens, choice=rank)
 
     async def run(self, jobs: Sequence[Job], emit: Emit, at_once: int = MAX_CHOICES) -> None:
         """Answer several jobs, ``at_once`` of them together; ``emit(number, piece)`` gets pieces, with answers numbered
@@ -267,49 +264,41 @@ class Pipeline:
         """Refuse new requests, and end the running ones with NodeUnavailable."""
         self._is_open = False
         self._is_closing = True
-        now = asyncio.get_running_loop().time()
-        for wait in self._waits.values():
-            wait.reschedule(now)
+        for wait in self._running.values():
+            wait.stop()
         self.prompts.close()
 
     def abort(self, request_id: str) -> None:
         """End a running request with Cancelled. Without effect if none has this id."""
         if request_id in self._running:
             self._aborted.add(request_id)
-            if (wait := self._waits.get(request_id)) and not wait.expired():
-                wait.reschedule(asyncio.get_running_loop().time())
+            self._running[request_id].stop()
 
-    async def _next(self, deltas: AsyncGenerator[Delta, None], request: InferenceRequest) -> Delta:
-        left_s = request.deadline + DEADLINE_GRACE_S - self._clock()
-        timeout = asyncio.timeout(left_s)
+    async def _next(self, deltas: AsyncGenerator[Delta, None], request_id: str, wait: RepeatedWait) -> Delta:
         try:
-            if left_s <= 0 or self._is_closing or request.request_id in self._aborted:
-                raise TimeoutError
-            async with timeout:
-                self._waits[request.request_id] = timeout
-                return await anext(deltas)
+            return await wait.next(deltas)
         except TimeoutError:
             if self._is_closing:
                 raise NodeUnavailable("the server is shutting down") from None
-            if request.request_id in self._aborted:
+            if request_id in self._aborted:
                 raise Cancelled("the request was aborted") from None
             raise DeadlineExceeded(TOO_LATE) from None
         except StopAsyncIteration:
             raise InternalError("the answer ended without a reason") from None
-        finally:
-            self._waits.pop(request.request_id, None)
 
     @contextlib.contextmanager
-    def _register(self, request_id: str) -> Iterator[None]:
+    def _register(self, request: InferenceRequest) -> Iterator[RepeatedWait]:
         self.check_open()
+        request_id = request.request_id
         if request_id in self._running:
             raise InvalidRequest("a request with this id is running already", "request_id")
-        self._running.add(request_id)
+        wait = self._running[request_id] = RepeatedWait(request.deadline + DEADLINE_GRACE_S - self._clock())
         self._is_idle.clear()
         try:
-            yield
+            yield wait
         finally:
-            self._running.discard(request_id)
+            wait.close()
+            del self._running[request_id]
             self._aborted.discard(request_id)
             if not self._running:
                 self._is_idle.set()

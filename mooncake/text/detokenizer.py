@@ -6,7 +6,8 @@ Pure: no I/O, no clock. What is held back or cut depends only on the text, never
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from mooncake.errors import InvalidRequest
 from mooncake.text.tokenizer import Tokenizer
@@ -17,8 +18,7 @@ MAX_BAD_WORDS = 512
 MAX_BAD_WORD_CHARS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class TextPiece:
+class TextPiece(msgspec.Struct, frozen=True):
     """New text of an answer. ``stopped``: a stop string was found, and no more text follows."""
 
     text: str
@@ -92,6 +92,8 @@ class TextAssembler:
         return TextPiece(piece.text + held, piece.stopped)
 
     def _take(self, new: str) -> TextPiece:
+        if not self._stop:
+            return TextPiece(new)
         text, known = self._held + new, len(self._held)
         if self._protected < 0 and (found := self._first_stop(text, known)) is not None:
             end, begin = found

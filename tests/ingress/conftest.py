@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -186,7 +187,7 @@ class Script:
                     if len(tokens) < self.per_delta and delta.finish_reason is None:
                         held[choice] = tokens
                         continue
-                    delta = replace(delta, tokens=tokens)
+                    delta = msgspec.structs.replace(delta, tokens=tokens)
                     if delta.finish_reason is not None:
                         wanted.discard(choice)
                     yield delta

@@ -75,13 +75,16 @@ class ChoiceWriter(ABC):
         self.outcome: Outcome | None = None
 
     def take(self, piece: Piece) -> None:
-        self._text += piece.text
+        self._text += self._text_of(piece)
         self._tokens.extend(piece.tokens)
         if piece.prompt_logprobs is not None:  # empty for a prompt of one token
             self._prompt_scores = piece.prompt_logprobs
         self.num_tokens += len(piece.tokens)
         self.num_reasoning += piece.num_reasoning
         self.outcome = piece.outcome or self.outcome
+
+    def _text_of(self, piece: Piece) -> str:
+        return piece.text
 
     def chunks(self, piece: Piece) -> list[AnyChoice]:
         """The chunks a stream sends for this piece: none while its text is incomplete."""
@@ -153,13 +156,16 @@ class ChatWriter(ChoiceWriter):
         self._ends_with_call = False  # a whole one, as far as calls are known
 
     def take(self, piece: Piece) -> None:
-        super().take(replace(piece, text="".join(part for part in piece.parts if isinstance(part, str))))
-        if self._sends_reasoning:
-            self._reasoning += "".join(part.text for part in piece.parts if isinstance(part, ReasoningPart))
-        calls = [part for part in piece.parts if isinstance(part, CallPart)]
-        self._calls += calls
-        if calls:
-            self._ends_with_call = calls[-1].is_end
+        super().take(piece)
+        for part in piece.parts:
+            if isinstance(part, ReasoningPart) and self._sends_reasoning:
+                self._reasoning += part.text
+            elif isinstance(part, CallPart):
+                self._calls.append(part)
+                self._ends_with_call = part.is_end
+
+    def _text_of(self, piece: Piece) -> str:
+        return "".join(part for part in piece.parts if isinstance(part, str))
 
     @property
     def _has_news(self) -> bool:
@@ -299,7 +305,7 @@ class EchoWriter(CompletionWriter):
 
     def take(self, piece: Piece) -> None:
         outcome = piece.outcome and replace(piece.outcome, finish_reason=FinishReason.LENGTH)
-        super().take(replace(piece, tokens=(), text="", outcome=outcome))
+        super().take(structs.replace(piece, tokens=(), text="", outcome=outcome))
 
 
 def _call_body(part: CallPart) -> ToolCallBody:
