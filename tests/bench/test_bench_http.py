@@ -87,6 +87,7 @@ async def test_a_server_that_is_gone_is_an_error(unused_tcp_port: int) -> None:
     [
         (["--long", "4096"], "would be up to 4100 tokens; there is room for 1 to 4096"),
         (["--prompt", "3000"], "would be up to 4572 tokens"),
+        (["--new", "1025"], "4 times --new and a prompt, or --long, would be up to 4116 tokens"),
         (["--set", "conductor.ssl_certfile=some.pem"], "does not encrypt"),
         (["--new", "1"], "--requests must be at least 1, --new at least 2"),
     ],
@@ -108,6 +109,8 @@ def test_a_cluster_and_a_coupled_node_get_the_same_load(tmp_path: Path) -> None:
     servers = ("cluster", "coupled")
     assert {(server, name, clients) for server in servers for name in names for clients in (1, 4)} <= measured
     assert {(server, f"TTFT, {kind}", None) for server in servers for kind in ("cold", "repeated")} <= measured
+    fronts = {row["subject"]: row for row in report["results"] if row["name"] == http.FRONT}
+    assert fronts.keys() == {*servers} and all(row["streams"] == 32 and row["best"] > 0 for row in fronts.values())
     assert str(tmp_path) not in line.read_text(), "a path of this machine is in the line"
 
 

@@ -21,6 +21,7 @@ from mooncake.app.bench.load.traffic import Served, Traffic
 from mooncake.app.bench.peers.hf_folder import hf_folder
 from mooncake.app.bench.peers.server import PeerServer
 from mooncake.app.bench.report import Report, tell
+from mooncake.app.bench.shared.processor_time import cpu_s
 from mooncake.app.cli.flags import Flags
 from mooncake.app.cluster.local import LocalCluster
 from mooncake.app.cluster.preflight import available_cores
@@ -32,10 +33,15 @@ from mooncake.errors import ConfigError, InternalError, MooncakeError, NodeUnava
 CLUSTER, COUPLED, VLLM = "cluster", "coupled", "vllm"
 MODEL_NAME = "model"
 SPREAD = 0.5
+STREAMS, STREAM_PROMPT = 32, 16  # at once, and the tokens of their prompts, where the front's time is measured
+STREAM_ANSWERS = 4  # times ``--new`` tokens
 SETTLE_S = 5.0  # after the start of ours, whose memory is provided meanwhile
+FRONT = "front, CPU a token"
 NOTES = (
     "output: tokens a second of all clients, each sending its next request when it has its answer",
     "prompts and answers are up to half longer or shorter",
+    f"{FRONT}: processor time of the process that clients speak to (our conductor, vLLM's API server) for {STREAMS} "
+    f"streams with prompts of {STREAM_PROMPT} tokens, from their requests to their ends, over all tokens",
     "one server runs at a time, on all cores, which clients share; ratios of rates are better above 1, of times below",
 )
 
@@ -73,7 +79,10 @@ def parse(args: list[str]) -> LoadOptions:
         given.concurrency, given.prompt, given.new, given.long = "1,4", 64, 8, 512
         given.requests, given.reps = 1, 1
     needed = int((1 + SPREAD) * (given.prompt + given.new))
-    load = load_options(given, needed, "one and a half times --prompt plus --new")
+    what = "one and a half times --prompt plus --new"
+    if (streamed := STREAM_PROMPT + STREAM_ANSWERS * given.new) > needed:
+        needed, what = streamed, f"{STREAM_ANSWERS} times --new and a prompt"
+    load = load_options(given, needed, what)
     if load.config.conductor.ssl_certfile:
         raise ConfigError("bench http does not encrypt: it takes no conductor.ssl_certfile")
     return load
@@ -114,11 +123,11 @@ class _HttpBench:
                     await self._measure(served, turn)
 
     @asynccontextmanager
-    async def _served(self, name: str) -> AsyncIterator[Served]:
+    async def _served(self, name: str) -> AsyncIterator[ServedByHttp]:
         if name == VLLM:
             assert self.peer is not None
             with self.peer.awake():
-                yield ServedByHttp(name, self.peer.port, MODEL_NAME)
+                yield ServedByHttp(name, self.peer.port, MODEL_NAME, self.peer.pid)
             return
         config = self.options.config
         config = replace(config, model=replace(config.model, name=MODEL_NAME))
@@ -126,9 +135,10 @@ class _HttpBench:
             config = replace(config, cluster=replace(config.cluster, coupled=1, switchable=False))
         async with LocalCluster(config) as cluster:
             await asyncio.sleep(SETTLE_S)
-            yield ServedByHttp(name, cluster.config.conductor.http_port, MODEL_NAME)
+            pid = cluster.pids["conductor"]
+            yield ServedByHttp(name, cluster.config.conductor.http_port, MODEL_NAME, pid)
 
-    async def _measure(self, served: Served, turn: int) -> None:
+    async def _measure(self, served: ServedByHttp, turn: int) -> None:
         options = self.options
         traffic = Traffic(self.checkpoint.config.vocab_size, f"{options.seed} {turn}")  # the same for every server
         self._tell(served.name, turn, "warming up")
@@ -137,6 +147,9 @@ class _HttpBench:
         for clients in options.concurrency:
             self._tell(served.name, turn, f"{clients} clients")
             await self._measure_load(served, traffic, clients)
+        if served.pid:
+            self._tell(served.name, turn, f"{STREAMS} streams")
+            await self._measure_front(served, traffic)
         self._tell(served.name, turn, "long prompts")
         prompt = traffic.prompt(options.long_tokens)
         for kind in ("cold", "repeated"):
@@ -153,6 +166,14 @@ class _HttpBench:
             add(f"TTFT {name}", "ms", percentile(firsts_ms, share))
             add(f"TBT {name}", "ms", percentile(gaps_ms, share))
 
+    async def _measure_front(self, served: ServedByHttp, traffic: Traffic) -> None:
+        before_s = cpu_s(served.pid)
+        run = await traffic.closed_loop(
+            served.without_counts(), STREAMS, 1, STREAM_PROMPT, STREAM_ANSWERS * self.options.new_tokens
+        )
+        taken_s = cpu_s(served.pid) - before_s
+        self.report.add_value(served.name, FRONT, "µs", 1e6 * taken_s / run.num_tokens, streams=STREAMS)
+
     def _tell(self, name: str, turn: int, what: str) -> None:
         tell(self.shown, f"turn {turn + 1} of {self.options.reps}: {name}, {what}")
 
@@ -163,5 +184,5 @@ def compare(report: Report, options: LoadOptions) -> None:
         for clients in options.concurrency:
             for ratio, name in (("output", "output"), ("ttft_p50", "TTFT p50"), ("tbt_p99", "TBT p99")):
                 report.compare_subjects(f"{ratio}_{clients}_{ours}_vs_vllm", name, ours, VLLM, clients=clients)
-        for ratio, name in (("ttft", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
+        for ratio, name in (("front_cpu", FRONT), ("ttft", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
             report.compare_subjects(f"{ratio}_{ours}_vs_vllm", name, ours, VLLM)

@@ -32,6 +32,7 @@ from mooncake.app.bench.peers.spawned import spawned
 from mooncake.app.bench.report import Figure, Report, tell, told
 from mooncake.app.bench.shared.bare_socket import BareSocket, serve
 from mooncake.app.bench.shared.memory import Memory, pages, random_pages
+from mooncake.app.bench.shared.processor_time import cpu_s
 from mooncake.app.bench.shared.timing import median_us, repeated
 from mooncake.app.cli.flags import Flags, names
 from mooncake.prefault import prefault
@@ -291,10 +292,7 @@ def _places(size: int, count: int) -> int:
 
 def _cpu_s(pid: int) -> float:
     """CPU seconds of all threads of another process; 0 for this process, which has a finer clock."""
-    if pid == os.getpid():
-        return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0 if pid == os.getpid() else cpu_s(pid)
 
 
 def _own(control: Connection, block_bytes: int, num_blocks: int) -> None:

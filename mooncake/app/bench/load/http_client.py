@@ -14,12 +14,20 @@ from mooncake.errors import InternalError
 
 
 class ServedByHttp:
-    """An OpenAI server on this machine, asked with token ids. Not encrypted."""
+    """An OpenAI server on this machine, asked with token ids. Not encrypted. ``pid``: of the process that clients speak
+    to; 0: unknown. Without ``counts_tokens`` it is not asked to tell in each event how many tokens there are."""
 
-    def __init__(self, name: str, port: int, model: str) -> None:
+    def __init__(self, name: str, port: int, model: str, pid: int = 0, counts_tokens: bool = True) -> None:
         self.name = name
+        self.pid = pid
+        self._counts_tokens = counts_tokens
+        self._port = port
         self._server = HttpServer(f"http://127.0.0.1:{port}", name)
         self._model = model
+
+    def without_counts(self) -> ServedByHttp:
+        """The same server, asked as most clients do: events are only as large as their text."""
+        return ServedByHttp(self.name, self._port, self._model, self.pid, counts_tokens=False)
 
     async def ask(self, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Raises NodeUnavailable when the server cannot be reached or hangs up, InternalError for another answer."""
@@ -31,7 +39,7 @@ class ServedByHttp:
                 "temperature": 0,
                 "ignore_eos": True,
                 "stream": True,
-                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+                "stream_options": {"include_usage": True, "continuous_usage_stats": self._counts_tokens},
             }
         )
         stream = TokenStream(time.monotonic)

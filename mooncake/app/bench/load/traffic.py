@@ -152,8 +152,12 @@ class Run:
     wall_s: float
 
     @property
+    def num_tokens(self) -> int:
+        return sum(len(answer.token_times_s) for answer in self.answers)
+
+    @property
     def tokens_per_s(self) -> float:
-        return sum(len(answer.token_times_s) for answer in self.answers) / self.wall_s
+        return self.num_tokens / self.wall_s
 
     @property
     def requests_per_s(self) -> float:

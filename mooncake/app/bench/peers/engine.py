@@ -24,6 +24,7 @@ class Started(msgspec.Struct):
     versions: dict[str, str]
     start_s: float
     port: int = 0  # of a server
+    pid: int = 0  # of the process that clients of a server speak to; 0: unknown
 
 
 class Done(msgspec.Struct):

@@ -25,6 +25,11 @@ class PeerServer(StartedPeer):
     def port(self) -> int:
         return self.started.port
 
+    @property
+    def pid(self) -> int:
+        """Of the process that clients speak to, apart from that of the engine; 0: unknown."""
+        return self.started.pid
+
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Its processes run inside, and are stopped outside."""

@@ -1,7 +1,7 @@
 """Runs another engine's OpenAI server, under that engine's Python interpreter, until stdin closes.
 
 It imports nothing of ours, because that interpreter does not have our ``mooncake``. The first line of output says where
-the server listens, what was started, and how long that took.
+the server listens, which process does, what was started, and how long that took.
 
     python server_script.py MODEL --dtype bfloat16 --max-model-len 4096 --max-num-seqs 64 --name model
 """
@@ -40,7 +40,7 @@ def main() -> None:
         _wait_until_healthy(server, port)
         start_s = time.perf_counter() - begin
         versions = {"torch": version("torch"), **{name: version(name) for name in _vllm_distributions()}}
-        print(json.dumps({"port": port, "versions": versions, "start_s": start_s}), flush=True)
+        print(json.dumps({"port": port, "pid": server.pid, "versions": versions, "start_s": start_s}), flush=True)
         sys.stdin.read()
     finally:
         server.terminate()
