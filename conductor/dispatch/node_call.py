@@ -175,7 +175,7 @@ class NodeCall:
             self._stream.leave(self._handoff_id)
             self._inbox.post(self.role, None)
             return
-        if said is not None and self._inbox.is_full:
+        if said is not None and len(self._inbox):  # it will wait
             said = copied(said)
         self._inbox.say(self.role, said)
         if self.role is Role.PREFILL:
@@ -236,8 +236,8 @@ class NodeCall:
 
     async def _hear_to_the_end(self, stream: OutputStream, told: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Return once everything has come that the node put into its stream before it ended the call."""
-        last = dict(told or ()).get(LAST_BATCH_KEY)
-        if last is None:  # it did not come so far
+        last = str(dict(told or ()).get(LAST_BATCH_KEY))
+        if not last.isdecimal():  # it did not come so far
             return
         await stream.read_up_to(int(last))
         if self.role is Role.DECODE:

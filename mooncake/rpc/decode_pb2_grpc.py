@@ -65,7 +65,8 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Waits for the hand-off, then streams tokens. Cancelling the call stops the work and frees its blocks.
+        """Waits for the hand-off, then streams tokens, or has them collected with those of others (``output_stream``).
+        Cancelling the call stops the work and frees its blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,7 +32,9 @@ class DecodeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """Waits for the hand-off, then streams tokens. Cancelling the call stops the work and frees its blocks."""
+    """Waits for the hand-off, then streams tokens, or has them collected with those of others (``output_stream``).
+    Cancelling the call stops the work and frees its blocks.
+    """
     OpenHandoff: _grpc.UnaryUnaryMultiCallable[_decode_pb2.OpenHandoffRequest, _decode_pb2.OpenHandoffResponse]
     """Reserves blocks for a hand-off; waits (within the deadline) for Generate to announce it."""
     CommitHandoff: _grpc.UnaryUnaryMultiCallable[_decode_pb2.CommitHandoffRequest, _decode_pb2.CommitHandoffResponse]
@@ -46,7 +48,9 @@ class DecodeStub:
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Waits for the hand-off, then streams tokens. Cancelling the call stops the work and frees its blocks."""
+    """Waits for the hand-off, then streams tokens, or has them collected with those of others (``output_stream``).
+    Cancelling the call stops the work and frees its blocks.
+    """
     OpenHandoff: _aio.UnaryUnaryMultiCallable[_decode_pb2.OpenHandoffRequest, _decode_pb2.OpenHandoffResponse]  # type: ignore[assignment]
     """Reserves blocks for a hand-off; waits (within the deadline) for Generate to announce it."""
     CommitHandoff: _aio.UnaryUnaryMultiCallable[_decode_pb2.CommitHandoffRequest, _decode_pb2.CommitHandoffResponse]  # type: ignore[assignment]
@@ -63,7 +67,9 @@ class DecodeServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
-        """Waits for the hand-off, then streams tokens. Cancelling the call stops the work and frees its blocks."""
+        """Waits for the hand-off, then streams tokens, or has them collected with those of others (``output_stream``).
+        Cancelling the call stops the work and frees its blocks.
+        """
 
     @_abc_1.abstractmethod
     def OpenHandoff(

@@ -45,11 +45,14 @@ async def test_an_error_that_nobody_expected_ends_the_call_at_once(caplog: pytes
 class EndedCall:
     """One that said nothing itself: its last message was in this batch of the stream."""
 
+    def __init__(self, batch: str) -> None:
+        self._batch = batch
+
     async def initial_metadata(self) -> dict[str, str]:
         return {}
 
     async def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ((LAST_BATCH_KEY, "2"),)
+        return ((LAST_BATCH_KEY, self._batch),)
 
     def cancel(self) -> None:
         pass
@@ -84,9 +87,10 @@ class Stream:
         await self.has_read.wait()
 
 
-def streamed_call(inbox: Inbox, stream: Stream) -> NodeCall:
+def streamed_call(inbox: Inbox, stream: Stream, call: EndedCall | None = None) -> NodeCall:
+    call = call or EndedCall("2")
     info = NodeInfo("d0", Role.DECODE, 1, "127.0.0.1:1")
-    return NodeCall(Role.DECODE, info, EndedCall(), inbox, lambda: False, lambda info: None, stream, "h")  # type: ignore[arg-type]
+    return NodeCall(Role.DECODE, info, call, inbox, lambda: False, lambda info: None, stream, "h")  # type: ignore[arg-type]
 
 
 async def test_a_call_ends_after_what_the_node_said_in_its_stream() -> None:
@@ -133,4 +137,12 @@ async def test_what_a_decode_node_says_waits_until_it_is_admitted_and_its_end_do
     assert await inbox.get() == (Role.DECODE, lost)
     inbox.admit_decode()
     assert await inbox.get() == (Role.DECODE, said)
+    call.close()
+
+
+@pytest.mark.parametrize("number", ["", "-1", "many"])
+async def test_a_call_that_names_no_batch_at_its_end_waits_for_none(number: str) -> None:
+    inbox, stream = Inbox(4), Stream()
+    call = streamed_call(inbox, stream, EndedCall(number))
+    assert await call.end_within(5.0) == CallEnded()
     call.close()
