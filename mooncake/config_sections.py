@@ -172,9 +172,8 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # of a GPU, where kv_gb is 0, for all that the node has there; 0: 0.9, which nodes that start on it together share
     gpu_memory_utilization: float = 0.0
     swap_gb: float = 0.25  # host memory for blocks of preempted sequences, where copying beats computing; 0: none
-    chunk_tokens: int = (
-        -1
-    )  # maximum prompt tokens per step, rounded to blocks; 0: whole prompts; -1: 256, on a GPU 2048
+    # maximum prompt tokens per step, rounded to blocks; 0: whole prompts; -1: 256, on a GPU 2048
+    chunk_tokens: int = -1
     max_sequences: int = 0  # running at once; 0: 64, on a GPU 256
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes take less; 0: by chunk_tokens alone
     speculative_tokens: int = 0  # maximum draft tokens per sequence and step; 0: none
