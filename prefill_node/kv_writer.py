@@ -1,8 +1,8 @@
 """Writes computed KV to other nodes: a stream of layers per request and destination, and the thread that serves them.
 
 The engine's thread only appends to streams. The writer's thread checksums the ranges and hands them to the transfer
-engine, one turn per peer at a time; it waits for no peer, so a stalled one delays only its own streams. A stream that
-is not open yet (the decode node has not reserved blocks) just collects.
+engine, one turn per peer at a time; it waits for no peer, so a stalled one delays only its own streams. A stream
+collects until a turn is worth its cost, and as long as it is not open yet (the decode node has not reserved blocks).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from mooncake.types import KVLayout, SegmentAddress
 
 log = logging.getLogger(__name__)
 
-LAYERS_PER_TURN = 8  # written for one stream before the peer's next stream has its turn
+LAYERS_PER_TURN = 8  # written for one stream before the peer's next stream has its turn; more where they are small
+MIN_TURN_BYTES = 1 << 20  # a turn wakes threads, which takes cores from the computation; less only at a stream's end
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class WriteStream:
         self._transfer: Transfer | None = None  # this turn's
         self._began_s = 0.0
         self._pending: deque[LayerBlocks] = deque()
+        self._pending_bytes = 0
         self._destination: Destination | None = None
         self._ended = False
         self._closed = False
@@ -80,10 +82,13 @@ class WriteStream:
         """Its destination; None until it is open."""
         return self._destination.address if self._destination else None
 
-    def push(self, blocks: LayerBlocks) -> None:
+    def push(self, blocks: LayerBlocks) -> bool:
+        """Whether enough is pending for a turn."""
         with self._lock:
             if not self._closed:
                 self._pending.append(blocks)
+                self._pending_bytes += self._num_bytes(blocks)
+            return self._pending_bytes >= MIN_TURN_BYTES
 
     def open(self, destination: Destination) -> None:
         with self._lock:
@@ -98,6 +103,7 @@ class WriteStream:
         """Start no further writes."""
         with self._lock:
             self._pending.clear()
+            self._pending_bytes = 0
             self._closed = True
             if not self.done.done():
                 self.done.set_exception(error)
@@ -112,8 +118,8 @@ class WriteStream:
             transfer.wait()
 
     def start_turn(self, engine: TransferEngine, memory: npt.NDArray[np.uint8], priority: Priority) -> Transfer | None:
-        """Start writing up to LAYERS_PER_TURN layers; the caller must pass the result to ``end_turn``. None when there
-        is nothing to write now. Only for the writer's thread, and not while a write is in progress."""
+        """Start writing some layers; the caller must pass the result to ``end_turn``. None when there is nothing to
+        write now. Only for the writer's thread, and not while a write is in progress."""
         with self._starting:
             self._began_s = time.monotonic()
             try:
@@ -146,10 +152,19 @@ class WriteStream:
 
     def _take_pending(self) -> list[LayerBlocks]:
         """The layers to write next."""
+        layers: list[LayerBlocks] = []
         with self._lock:
-            if self._destination is None or self._closed:
+            if self._destination is None or (self._pending_bytes < MIN_TURN_BYTES and not self._ended):
                 return []
-            return [self._pending.popleft() for _ in range(min(LAYERS_PER_TURN, len(self._pending)))]
+            num_bytes = 0
+            while self._pending and (len(layers) < LAYERS_PER_TURN or num_bytes < MIN_TURN_BYTES):
+                layers.append(self._pending.popleft())
+                num_bytes += self._num_bytes(layers[-1])
+            self._pending_bytes -= num_bytes
+        return layers
+
+    def _num_bytes(self, blocks: LayerBlocks) -> int:
+        return len(blocks.block_ids) * self._layout.layer_bytes
 
     def _settle(self) -> None:
         """No write is in progress: settle ``done`` if nothing is left."""

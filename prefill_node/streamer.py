@@ -174,8 +174,8 @@ class LayerStreamer:
                 if pages:
                     blocks = LayerBlocks(row, page_number(group, first), pages, arrival)
                     for stream in streams:
-                        stream.push(blocks)
-                        stream.writer.kick(stream)
+                        if stream.push(blocks):
+                            stream.writer.kick(stream)
 
     def end_step(self, plan: StepPlan) -> None:
         for part in self._parts:

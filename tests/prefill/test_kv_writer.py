@@ -13,14 +13,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvstore.transfer.engine import TransferEngine
-from kvstore.transfer.requests import Request
+from kvstore.transfer.requests import Request, WriteRange
 from kvstore.transfer.transport import Priority
 from mooncake.errors import HandoffFailed, InternalError
 from mooncake.types import KVLayout, SegmentAddress
-from prefill_node.kv_writer import LAYERS_PER_TURN, Destination, KVWriter, LayerBlocks, WriteStream
+from prefill_node.kv_writer import (
+    LAYERS_PER_TURN,
+    MIN_TURN_BYTES,
+    Destination,
+    KVWriter,
+    LayerBlocks,
+    WriteStream,
+)
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=64, block_tokens=64, dtype="float32")
@@ -68,6 +76,29 @@ def a_stream(name: str, address: SegmentAddress, writer: KVWriter) -> WriteStrea
     return stream
 
 
+class Turns:
+    """The turns of a stream to a peer that takes them at once."""
+
+    def __init__(self, name: str, memory: npt.NDArray[np.uint8], num_slots: int, layout: KVLayout = LAYOUT) -> None:
+        address = SegmentAddress("decode-t", 1, "h", "", "", layout.block_bytes, NUM_BLOCKS)
+        self.stream = WriteStream(name, layout, time.monotonic() + 300, None)  # type: ignore[arg-type]
+        self.stream.open(Destination(address, {block: (block, EPOCH) for block in range(num_slots)}))
+        self._memory = memory
+        self._submitted: list[Request] = []
+
+    def submit(self, requests: list[Request]) -> list[Turns]:
+        """What the stream asks of a transfer engine, and gets as its transfer."""
+        self._submitted += requests
+        return [self]
+
+    def next(self) -> list[WriteRange]:
+        """What its next turn writes; nothing if it has none."""
+        self._submitted.clear()
+        self.stream._transfer = None
+        self.stream.start_turn(self, self._memory, Priority.NORMAL)  # type: ignore[arg-type]
+        return [each for request in self._submitted for each in request.ranges if isinstance(each, WriteRange)]
+
+
 @pytest.mark.timeout(120)
 def test_a_peer_that_stands_still_keeps_nobody_else_waiting(own: Callable[[], Owner]) -> None:
     frozen, there = own()
@@ -106,20 +137,40 @@ def test_a_peer_that_stands_still_keeps_nobody_else_waiting(own: Callable[[], Ow
 def test_what_a_step_was_abandoned_with_is_not_written_beside_what_replaces_it() -> None:
     """Ranges of one request travel in any order, and the blocks of an abandoned step may have other sequences' KV."""
     memory = np.arange(NUM_BLOCKS, dtype=np.uint8)[:, None].repeat(LAYOUT.block_bytes, 1)
-    address, submitted = SegmentAddress("decode-t", 1, "h", "", "", LAYOUT.block_bytes, NUM_BLOCKS), []
-
-    class Submitting:
-        def submit(self, requests: list[Request]) -> list[object]:
-            submitted.extend(requests)
-            return [object()]
-
-    stream = WriteStream("anew", LAYOUT, time.monotonic() + 300, None)  # type: ignore[arg-type]
-    stream.open(Destination(address, {page: (page, EPOCH) for page in range(3)}))
+    turns = Turns("anew", memory, 3)
     for blocks in ((7, 8), (1, 2, 3)):
-        stream.push(LayerBlocks(0, 0, blocks))
-    stream.start_turn(Submitting(), memory, Priority.NORMAL)  # type: ignore[arg-type]
-    [request] = submitted
-    assert [(written.block, bytes(written.data)[0]) for written in request.ranges] == [(0, 1), (1, 2), (2, 3)]
+        turns.stream.push(LayerBlocks(0, 0, blocks))
+    turns.stream.end()
+    assert [(written.block, bytes(written.data)[0]) for written in turns.next()] == [(0, 1), (1, 2), (2, 3)]
+
+
+def test_a_stream_collects_until_a_turn_is_worth_its_cost() -> None:
+    memory = np.zeros((NUM_BLOCKS, LAYOUT.block_bytes), np.uint8)
+    turns, num_blocks = Turns("collected", memory, NUM_BLOCKS), 3
+    enough = -(-MIN_TURN_BYTES // (num_blocks * LAYOUT.layer_bytes))
+    pages = tuple(range(num_blocks))
+    assert enough > 1
+    for layer in range(enough - 1):
+        assert not turns.stream.push(LayerBlocks(layer, 0, pages))
+    assert not turns.next()
+    assert turns.stream.push(LayerBlocks(enough - 1, 0, pages))
+    assert len(turns.next()) == enough * num_blocks
+    assert not turns.stream.push(LayerBlocks(0, num_blocks, (0,)))  # the next chunk
+    assert not turns.next()
+    turns.stream.end()
+    assert [written.block for written in turns.next()] == [num_blocks]
+
+
+def test_a_turn_of_small_layers_takes_more_of_them() -> None:
+    small = KVLayout(num_layers=4, num_kv_heads=1, head_dim=64, block_tokens=64, dtype="float32")
+    turns = Turns("small", np.zeros((NUM_BLOCKS, small.block_bytes), np.uint8), NUM_BLOCKS, small)
+    enough = MIN_TURN_BYTES // small.layer_bytes
+    assert enough > LAYERS_PER_TURN
+    for block in range(NUM_BLOCKS):
+        for layer in range(small.num_layers):
+            turns.stream.push(LayerBlocks(layer, block, (block,)))
+    turns.stream.end()
+    assert [len(turns.next()) for _ in range(3)] == [enough, enough, 0]
 
 
 @pytest.mark.timeout(120)
