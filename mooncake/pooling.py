@@ -46,6 +46,12 @@ class PoolingSettings:
         return (vector / max(length, 1e-12)).astype(np.float32)
 
 
+def cosine(first: Vector, second: Vector) -> float:
+    """How near two embeddings are: from -1 to 1."""
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    return float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12))
+
+
 _GGUF_KINDS = {None: Pooling.LAST, 0: Pooling.LAST, 1: Pooling.MEAN, 3: Pooling.LAST}  # None, 0: it says nothing
 
 LAST_TOKEN = PoolingSettings()

@@ -23,13 +23,14 @@ from conductor.api import AdapterLoading, Generator
 from conductor.ingress.access import KeyMiddleware
 from conductor.ingress.apis.adapters import AdaptersApi
 from conductor.ingress.apis.anthropic import MESSAGES, MessagesApi, refusal
-from conductor.ingress.apis.embeddings import EmbeddingsApi
+from conductor.ingress.apis.embeddings import Embedder, EmbeddingsApi
 from conductor.ingress.apis.grpc import SERVICE, InferenceService
 from conductor.ingress.apis.intake import Intake
 from conductor.ingress.apis.models import ModelsApi
 from conductor.ingress.apis.openai import OpenAIApi
 from conductor.ingress.apis.openapi import openapi_route
 from conductor.ingress.apis.responses import ResponsesApi
+from conductor.ingress.apis.scores import ScoresApi
 from conductor.ingress.apis.stored_responses import StoredResponses
 from conductor.ingress.apis.tokenizer import TokenizerApi
 from conductor.ingress.cluster_load import ClusterLoad
@@ -164,10 +165,12 @@ class Ingress:
             await self._tracer.close()
 
     def _app(self, intake: Intake, keep_alive_s: float) -> ASGIApp:
+        embedder = Embedder(intake, self._max_requests)
         routes: list[Route] = [
             *ModelsApi(intake.prompts).routes(),
             *OpenAIApi(intake, keep_alive_s).routes(),
-            *EmbeddingsApi(intake, self._max_requests).routes(),
+            *EmbeddingsApi(intake, embedder).routes(),
+            *ScoresApi(intake, embedder).routes(),
             *ResponsesApi(intake, keep_alive_s, self._stored).routes(),
             *MessagesApi(intake, keep_alive_s).routes(),
             *TokenizerApi(intake).routes(),

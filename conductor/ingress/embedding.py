@@ -35,13 +35,13 @@ class Vectors:
     """Of one call's jobs, as they come."""
 
     def __init__(self, settings: PoolingSettings, dimensions: int | None = None) -> None:
-        self._settings, self._dimensions = settings, dimensions
+        self.settings, self._dimensions = settings, dimensions
         self._found: dict[int, Embedded] = {}
 
     async def take(self, number: int, piece: Piece) -> None:
         """As ``pipeline.Emit``."""
         if piece.pooled is not None and piece.outcome is not None:
-            vector = self._settings.embedding(piece.pooled, self._dimensions)
+            vector = self.settings.embedding(piece.pooled, self._dimensions)
             self._found[number] = Embedded(vector, piece.outcome.usage)
 
     def of(self, count: int) -> list[Embedded]:

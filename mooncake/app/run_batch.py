@@ -29,7 +29,10 @@ from mooncake.errors import ConfigError, NodeUnavailable
 from mooncake.json_file import filled_lines
 from mooncake.tls import CA_CERTS_ENV, own_tls
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
+PATHS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/embeddings", "/v1/score", "/v1/rerank"),
+)
 TRIES = 8
 MAX_WAIT_S = 30.0
 ANSWER_S = 3600.0  # the server has a limit of its own

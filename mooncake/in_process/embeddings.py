@@ -10,7 +10,7 @@ import numpy as np
 
 from mooncake.errors import InvalidRequest
 from mooncake.llm_absent import OF_POOLING, form_says_counterparts
-from mooncake.pooling import PoolingSettings, check_dimensions
+from mooncake.pooling import PoolingSettings, check_dimensions, cosine
 
 if TYPE_CHECKING:
     from mooncake.engine.contract import StepOutput
@@ -108,11 +108,10 @@ def scores_of(
 
 
 def _score(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:
-    a, b = (np.array(each.outputs.embedding) for each in (first, second))
-    cosine = float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12))
+    vectors = (np.array(each.outputs.embedding, np.float32) for each in (first, second))
     return ScoringRequestOutput(
         f"{first.request_id}_{second.request_id}",
-        ScoringOutput(cosine),
+        ScoringOutput(cosine(*vectors)),
         first.prompt_token_ids + second.prompt_token_ids,
         first.num_cached_tokens + second.num_cached_tokens,
     )

@@ -616,13 +616,18 @@ def test_a_batch_is_answered_in_its_order_and_what_is_refused_says_why(cluster: 
     messages = [{"role": "user", "content": "Hi"}]
     lines.insert(5, batch_line("chat", "/v1/chat/completions", messages=messages, max_tokens=4))
     lines.insert(6, batch_line("text", "/v1/embeddings", input="Hi"))
+    lines.insert(7, batch_line("ranking", "/v1/rerank", query="Hi", documents=["Hello", "Hi"]))
     lines.append(batch_line("wrong", prompt="x", max_tokens=-1))
-    lines += [batch_line("elsewhere", "/v1/rerank"), batch_line("streamed", stream=True), '{"custom_id": "empty"}']
+    lines += [
+        batch_line("elsewhere", "/v1/audio/speech"),
+        batch_line("streamed", stream=True),
+        '{"custom_id": "empty"}',
+    ]
     lines.append('{"custom_id": "odd", "url": ["/v1/completions"], "body": {}}')
     asked.write_text("\n".join(lines) + "\n\n")
     address = cluster.http_url.removeprefix("http://")
     done = run("run-batch", "-i", str(asked), "-o", str(told), "--address", address, "--concurrency", "6")
-    assert done.returncode == 1 and done.stderr.startswith("22 of 27 requests were answered in ")
+    assert done.returncode == 1 and done.stderr.startswith("23 of 28 requests were answered in ")
     assert "\nnot answered, for one: wrong: max_tokens " in done.stderr
 
     results = [json.loads(line) for line in told.read_text().splitlines()]
@@ -631,10 +636,11 @@ def test_a_batch_is_answered_in_its_order_and_what_is_refused_says_why(cluster: 
     assert all(result["response"]["status_code"] == 200 and result["error"] is None for result in good)
     assert good[5]["response"]["body"]["object"] == "chat.completion" and good[5]["response"]["request_id"]
     assert good[6]["response"]["body"]["data"][0]["object"] == "embedding"
+    assert [each["index"] for each in good[7]["response"]["body"]["results"]] == [1, 0]
     assert good[0]["response"]["body"]["usage"]["completion_tokens"] == 4
     assert bad["response"]["status_code"] == 400 and bad["response"]["body"]["error"]["param"] == "max_tokens"
-    unsent = [(elsewhere, 24, "a request is a POST to one of"), (streamed, 25, "a result is one object, so it is not")]
-    unsent += [(empty, 26, "a request is a POST to one of"), (odd, 27, "a request is a POST to one of")]
+    unsent = [(elsewhere, 25, "a request is a POST to one of"), (streamed, 26, "a result is one object, so it is not")]
+    unsent += [(empty, 27, "a request is a POST to one of"), (odd, 28, "a request is a POST to one of")]
     for result, number, sentence in unsent:
         assert result["response"] is None and result["error"]["code"] == "invalid_request"
         assert result["error"]["message"].startswith(f"{asked}, line {number}: {sentence}")

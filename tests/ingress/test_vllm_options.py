@@ -246,7 +246,7 @@ async def test_a_wrong_value_is_refused_by_its_field(front, wishes, param):
     ("path", "words"),
     [
         ("/v2/embed", "POST /v1/embeddings"),
-        ("/v1/rerank", "no heads for classes and scores"),
+        ("/classify", "no heads for classes"),
         ("/v1/audio/transcriptions", "neither audio nor images"),
         ("/v1/images/generations", "neither audio nor images"),
         ("/v1/batches/batch_1/cancel", "mooncake run-batch"),

@@ -23,7 +23,7 @@ from conductor.ingress.embedding import NO_ANSWER, Embedded, Vectors, pooling_of
 from conductor.ingress.http.errors import guarded, json_response
 from conductor.ingress.http.request import unless_gone
 from mooncake.errors import InvalidRequest, shown
-from mooncake.pooling import Vector
+from mooncake.pooling import PoolingSettings, Vector
 from mooncake.types import TokenIds
 
 MAX_INPUTS = 2048  # of one request, as in OpenAI's API
@@ -31,18 +31,21 @@ AT_ONCE = 32  # of these; the others wait, so that one request does not fill eve
 FORMATS = ("float", "base64")
 
 
-class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """None means "not given"."""
+class TextsRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What requests to embed texts have in common. None means "not given"."""
 
-    input: str | list[str | int | list[int]]
     model: str | None = None
-    encoding_format: str | None = None  # of vectors: float (None) or base64, of little-endian float32
-    dimensions: int | None = None  # of each; None: all
     user: str | None = None
     add_special_tokens: bool | None = None  # what the model expects around a text; None: true. These are vLLM's
     request_id: str | None = None
     cache_salt: str | None = None
     priority: int | None = None  # lower runs first
+
+
+class EmbeddingRequest(TextsRequest, frozen=True, kw_only=True):
+    input: str | list[str | int | list[int]]
+    encoding_format: str | None = None  # of vectors: float (None) or base64, of little-endian float32
+    dimensions: int | None = None  # of each; None: all
 
 
 class Embedding(msgspec.Struct, frozen=True):
@@ -66,32 +69,36 @@ class Embeddings(msgspec.Struct, frozen=True):
     object: str = "list"
 
 
-class EmbeddingsApi:
-    """The handler returns a response, whatever the input."""
+class Embedder:
+    """Texts as a client's request names them, to vectors."""
 
     def __init__(self, intake: Intake, max_requests: int) -> None:
         """``max_requests`` run at once in the whole cluster."""
         self._intake = intake
         self._pipeline = intake.pipeline
-        self._prompts = intake.prompts
         self._at_once = min(AT_ONCE, max_requests)
 
-    def routes(self) -> list[Route]:
-        return [Post("/v1/embeddings", guarded(self.embed), EmbeddingRequest)]
-
-    async def embed(self, request: Request) -> Response:
-        arrived_at = self._pipeline.now()
-        body, ignored = await self._intake.take(request, EmbeddingRequest)
-        model = self._pipeline.model
-        model.adapter_of(body.model or "")
-        settings = pooling_of(model, body.dimensions)
-        if body.encoding_format not in (None, *FORMATS):
-            what = f"encoding_format is float or base64, got {shown(body.encoding_format)}"
-            raise InvalidRequest(what, "encoding_format")
+    def settings(self, body: TextsRequest, dimensions: int | None = None) -> PoolingSettings:
+        """How the model embeds, before any text is encoded. Raises InvalidRequest or NotFound."""
+        self._pipeline.model.adapter_of(body.model or "")
         if body.cache_salt == "":
             raise InvalidRequest("cache_salt is empty, and separates nothing: leave it out", "cache_salt")
-        inputs = await self._inputs_of(body.input, body.add_special_tokens is not False)
-        answer_id = f"embd-{body.request_id or uuid.uuid4().hex}"
+        return pooling_of(self._pipeline.model, dimensions)
+
+    async def encode(self, text: str, param: str, body: TextsRequest) -> TokenIds:
+        """Raises InvalidRequest, ContextTooLong."""
+        return await self._intake.prompts.encode_whole(text, param, body.add_special_tokens is not False)
+
+    async def embed(
+        self,
+        request: Request,
+        body: TextsRequest,
+        answer_id: str,
+        arrived_at: float,
+        inputs: Sequence[TokenIds],
+        vectors: Vectors,
+    ) -> list[Embedded]:
+        """In the order of ``inputs``. Raises MooncakeError, or ClientGone."""
         trace = self._intake.trace(request, answer_id, body.model, arrived_at)
         headers = request.headers
         jobs = [
@@ -106,19 +113,44 @@ class EmbeddingsApi:
                 priority=body.priority or 0,
                 model=body.model or "",
                 trace=trace,
-                pooling=settings.kind,
+                pooling=vectors.settings.kind,
             )
             for number, tokens in enumerate(inputs)
         ]
-        vectors = Vectors(settings, body.dimensions)
         await unless_gone(request.receive, self._pipeline.run(jobs, vectors.take, self._at_once))
-        return await asyncio.to_thread(self._answer, body, answer_id, vectors.of(len(jobs)), warning(ignored))
+        return vectors.of(len(jobs))
 
-    async def _inputs_of(self, given: str | list[str | int | list[int]], add_special: bool) -> list[TokenIds]:
+
+class EmbeddingsApi:
+    """The handler returns a response, whatever the input."""
+
+    def __init__(self, intake: Intake, embedder: Embedder) -> None:
+        self._intake = intake
+        self._pipeline = intake.pipeline
+        self._prompts = intake.prompts
+        self._embedder = embedder
+
+    def routes(self) -> list[Route]:
+        return [Post("/v1/embeddings", guarded(self.embed), EmbeddingRequest)]
+
+    async def embed(self, request: Request) -> Response:
+        arrived_at = self._pipeline.now()
+        body, ignored = await self._intake.take(request, EmbeddingRequest)
+        vectors = Vectors(self._embedder.settings(body, body.dimensions), body.dimensions)
+        if body.encoding_format not in (None, *FORMATS):
+            what = f"encoding_format is float or base64, got {shown(body.encoding_format)}"
+            raise InvalidRequest(what, "encoding_format")
+        inputs = await self._inputs_of(body)
+        answer_id = f"embd-{body.request_id or uuid.uuid4().hex}"
+        embedded = await self._embedder.embed(request, body, answer_id, arrived_at, inputs, vectors)
+        return await asyncio.to_thread(self._answer, body, answer_id, embedded, warning(ignored))
+
+    async def _inputs_of(self, body: EmbeddingRequest) -> list[TokenIds]:
         """The four forms OpenAI allows: a text, texts, token ids, or lists of those. Raises InvalidRequest,
         ContextTooLong."""
+        given = body.input
         if isinstance(given, str):
-            return [await self._prompts.encode_whole(given, "input", add_special)]
+            return [await self._embedder.encode(given, "input", body)]
         if not given:
             raise InvalidRequest("the input is empty", "input")
         if ids := [item for item in given if isinstance(item, int)]:
@@ -131,7 +163,7 @@ class EmbeddingsApi:
         for number, item in enumerate(given):
             param = f"input[{number}]"
             if isinstance(item, str):
-                inputs.append(await self._prompts.encode_whole(item, param, add_special))
+                inputs.append(await self._embedder.encode(item, param, body))
             elif isinstance(item, list):
                 inputs.append(self._prompts.check_tokens(item, param, num_answer=0))
         return inputs
@@ -143,7 +175,7 @@ class EmbeddingsApi:
         worded = _as_base64 if body.encoding_format == "base64" else _as_numbers
         data = [Embedding(number, worded(each.vector)) for number, each in enumerate(embedded)]
         model = body.model or self._pipeline.model.name
-        answer = Embeddings(answer_id, int(time.time()), model, data, _usage_of(embedded))
+        answer = Embeddings(answer_id, int(time.time()), model, data, usage_of(embedded))
         return json_response(answer, headers=headers)
 
 
@@ -156,7 +188,7 @@ def _as_base64(vector: Vector) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
 
-def _usage_of(embedded: Sequence[Embedded]) -> EmbeddingUsage:
+def usage_of(embedded: Sequence[Embedded]) -> EmbeddingUsage:
     num_tokens = sum(each.usage.prompt_tokens for each in embedded)
     num_cached = sum(each.usage.cached_tokens for each in embedded)
     return EmbeddingUsage(num_tokens, num_tokens, PromptTokensDetails(num_cached))

@@ -5,7 +5,7 @@ Without it a client would only learn that a path is unknown, and look for a spel
 
 from __future__ import annotations
 
-_CLASSES = "models generate texts and embed them (POST /v1/embeddings); they have no heads for classes and scores"
+_CLASSES = "models generate texts and embed them (POST /v1/embeddings); they have no heads for classes"
 _MEDIA = "neither audio nor images are read or made here: models take and generate text"
 _CONVERSATIONS = (
     "conversations are not stored here: they come with each request, or, where conductor.stored_responses_mb keeps "
@@ -25,7 +25,6 @@ _RENDER = "POST /tokenize renders a chat and tells its tokens; return_prompt_tex
 
 _SENTENCES = {
     ("/pooling", "/classify", "/v1/classify"): _CLASSES,
-    ("/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"): _CLASSES,
     ("/v2/embed", "/embed", "/embeddings"): "POST /v1/embeddings embeds texts, in OpenAI's form",
     ("/v1/audio", "/v1/images", "/v1/videos", "/v1/realtime"): _MEDIA,
     ("/v1/files", "/v1/batches", "/v1/uploads", "/v1/messages/batches"): _STORED,
