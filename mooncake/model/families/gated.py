@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -35,11 +36,20 @@ class SharedExpert:
     mlp: Mlp
 
 
+class Normed(Enum):
+    """What the norms of queries and keys are of, in layers that have them."""
+
+    EACH_HEAD = auto()
+    ALL_HEADS = auto()  # of a token, together
+    ROTATED_HEADS = auto()  # each, after the rotation
+
+
 class GatedDecoder(Decoder, Generic[Layer]):
     """Embedding, layers of one kind, norm and head, with Llama's names."""
 
     _norm_names: ClassVar[tuple[str, str]] = "input_layernorm", "post_attention_layernorm"
     _head_norm_names: ClassVar[tuple[str, str]] = "q_norm", "k_norm"
+    _normed: ClassVar[Normed] = Normed.EACH_HEAD
 
     def _build(self) -> None:
         config = self.config
@@ -99,11 +109,21 @@ class GatedDecoder(Decoder, Generic[Layer]):
         """The residual stream with what attention or an MLP adds to it."""
         return torch.add(hidden, update, alpha=self.config.residual_factor)
 
-    def _norm_over_heads(
-        self, qkv: torch.Tensor, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None
+    def _attend_normed(
+        self, step: Step, index: int, qkv: torch.Tensor, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None
     ) -> torch.Tensor:
-        """``qkv`` with all queries of a token normalised together, and so its keys."""
+        """``step.attend`` with the family's norms of queries and keys."""
+        if self._normed is Normed.EACH_HEAD:
+            return step.attend(index, qkv, query_norm, key_norm)
         assert query_norm is not None and key_norm is not None
+        if self._normed is Normed.ALL_HEADS:
+            return step.attend(index, self._norm_over_heads(qkv, query_norm, key_norm))
+        # A rotation only changes what the weights act on. Both act on queries here, so the kernel can normalise first.
+        plain = torch.ones_like(query_norm)
+        return step.attend(index, qkv, plain, plain, query_scale=query_norm * key_norm)
+
+    def _norm_over_heads(self, qkv: torch.Tensor, query_norm: torch.Tensor, key_norm: torch.Tensor) -> torch.Tensor:
+        """``qkv`` with all queries of a token normalised together, and so its keys."""
         width, kv_width = len(query_norm), len(key_norm)
         query, key, value = torch.tensor_split(qkv, (width, width + kv_width), dim=-1)
         if not self.is_part:
@@ -142,16 +162,6 @@ def reordered_qkv(model: Decoder, attention: str, order: torch.Tensor, biased: b
         biases = [model.weight(f"{attention}{name}_proj.bias") for name in "qkv"]
         bias = torch.cat([biases[0][of_query], biases[1][of_key], biases[2]])
     return model.product(of_rows(query, of_query), of_rows(key, of_key), value, bias=bias)
-
-
-def attend_rotated(
-    step: Step, index: int, qkv: torch.Tensor, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None
-) -> torch.Tensor:
-    """``step.attend`` where norms come after the rotation. That only changes what their weights act on. Both act on
-    queries here, so the kernel can normalise first."""
-    assert query_norm is not None and key_norm is not None
-    plain = torch.ones_like(query_norm)
-    return step.attend(index, qkv, plain, plain, query_scale=query_norm * key_norm)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +211,7 @@ class Dense(GatedDecoder[_Layer]):
 
     def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        return layer.output(step.attend(index, layer.qkv(hidden), layer.query_norm, layer.key_norm))
+        return layer.output(self._attend_normed(step, index, layer.qkv(hidden), layer.query_norm, layer.key_norm))
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
         return layer.down(layer.activation(layer.gate_up(hidden)))
@@ -211,10 +221,7 @@ class Hunyuan(Dense):
     """Hunyuan's dense models (Tencent 2025): queries and keys are normalised after they are rotated."""
 
     _head_norm_names = "query_layernorm", "key_layernorm"
-
-    def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        layer = self._layers[index]
-        return layer.output(attend_rotated(step, index, layer.qkv(hidden), layer.query_norm, layer.key_norm))
+    _normed = Normed.ROTATED_HEADS
 
 
 class Exaone4(Dense):
@@ -231,7 +238,4 @@ class Exaone4(Dense):
 class Olmo2(Exaone4):
     """OLMo-2 and OLMo-3 (OLMo team 2025): also norms over all queries and over all keys of a token."""
 
-    def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
-        layer = self._layers[index]
-        qkv = self._norm_over_heads(layer.qkv(hidden), layer.query_norm, layer.key_norm)
-        return layer.output(step.attend(index, qkv))
+    _normed = Normed.ALL_HEADS

@@ -24,8 +24,12 @@ class Llama4(GlmMoe):
         at = prefix + expert_names(self.config).experts
         return self.experts_of_tensors(f"{at}.gate_up_proj", f"{at}.down_proj", are_transposed=True)
 
-    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
-        return step.attend(index, qkv) if index in self.config.still_layers else super()._attend(index, qkv, step)
+    def _attend_normed(
+        self, step: Step, index: int, qkv: torch.Tensor, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None
+    ) -> torch.Tensor:
+        if index in self.config.still_layers:
+            query_norm = key_norm = None
+        return super()._attend_normed(step, index, qkv, query_norm, key_norm)
 
     def _mixture(self, mlp: Mixture, normed: torch.Tensor) -> torch.Tensor:
         """Each token enters as often as it has experts."""

@@ -12,7 +12,7 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.families.gated import GatedDecoder, SharedExpert, attend_rotated
+from mooncake.model.families.gated import GatedDecoder, Normed, SharedExpert
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,25 +45,23 @@ class MixtureOfExperts(GatedDecoder[_Layer]):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        attended = self._attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)), step)
-        hidden = self._add(hidden, self.reduce(layer.output(attended)))
+        hidden = self._add(hidden, self._attention(index, self._norm(hidden, layer.attention_norm), step))
         normed = self._norm(hidden, layer.mlp_norm)
         mixed = self._mixture_of_best(layer.router, layer.experts, normed)
         if layer.shared is not None:
             mixed = mixed + self._of_shared(layer.shared, normed)
         return self._add(hidden, self.reduce(mixed))
 
-    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
+    def _attention(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        return step.attend(index, qkv, layer.query_norm, layer.key_norm)
+        attended = self._attend_normed(step, index, layer.qkv(hidden), layer.query_norm, layer.key_norm)
+        return self.reduce(layer.output(attended))
 
 
 class Olmoe(MixtureOfExperts):
     """OLMoE (Muennighoff et al. 2024): norms over all queries and over all keys of a token."""
 
-    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
-        layer = self._layers[index]
-        return step.attend(index, self._norm_over_heads(qkv, layer.query_norm, layer.key_norm))
+    _normed = Normed.ALL_HEADS
 
 
 class FlexOlmo(Olmoe):
@@ -73,8 +71,7 @@ class FlexOlmo(Olmoe):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        attended = self.reduce(layer.output(self._attend(index, layer.qkv(hidden), step)))
-        hidden = hidden + self._norm(attended, layer.attention_norm)
+        hidden = hidden + self._norm(self._attention(index, hidden, step), layer.attention_norm)
         mixed = self.reduce(self._mixture_of_best(layer.router, layer.experts, hidden))
         return hidden + self._norm(mixed, layer.mlp_norm)
 
@@ -91,13 +88,10 @@ class HunyuanMoe(MixtureOfExperts):
     """Hunyuan's mixtures (Tencent 2025): queries and keys are normalised after they are rotated (``gated.Hunyuan``)."""
 
     _head_norm_names = "query_layernorm", "key_layernorm"
+    _normed = Normed.ROTATED_HEADS
 
     def _take_shared(self, prefix: str) -> SharedExpert:
         return SharedExpert(None, self._take_gated(f"{prefix}{expert_names(self.config).shared}."))
-
-    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
-        layer = self._layers[index]
-        return attend_rotated(step, index, qkv, layer.query_norm, layer.key_norm)
 
 
 class Qwen3VlMoe(MixtureOfExperts):

@@ -15,7 +15,7 @@ import torch
 from mooncake.families.gated import expert_names
 from mooncake.kernels import Experts, Linear
 from mooncake.model.decoder import Step
-from mooncake.model.families.gated import GatedDecoder, Layer, Mlp, reordered_qkv
+from mooncake.model.families.gated import GatedDecoder, Layer, Mlp, Normed, reordered_qkv
 from mooncake.model.layers import vector
 from mooncake.model.rope import heads_in_order, rotary_order
 from mooncake.model_config import ModelConfig
@@ -119,13 +119,10 @@ class GlmMoe(RoutedDecoder[_Layer]):
 
     def _layer(self, index: int, hidden: torch.Tensor, step: Step) -> torch.Tensor:
         layer = self._layers[index]
-        attended = self._attend(index, layer.qkv(self._norm(hidden, layer.attention_norm)), step)
+        qkv = layer.qkv(self._norm(hidden, layer.attention_norm))
+        attended = self._attend_normed(step, index, qkv, layer.query_norm, layer.key_norm)
         hidden = hidden + self.reduce(layer.output(attended))
         return hidden + self._mlp(layer.mlp, self._norm(hidden, layer.mlp_norm))
-
-    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
-        layer = self._layers[index]
-        return step.attend(index, qkv, layer.query_norm, layer.key_norm)
 
 
 class Ernie(GlmMoe):
@@ -137,6 +134,4 @@ class Ernie(GlmMoe):
 class MiniMax(GlmMoe):
     """MiniMax-M2 (MiniMax 2025): norms over all queries and over all keys of a token."""
 
-    def _attend(self, index: int, qkv: torch.Tensor, step: Step) -> torch.Tensor:
-        layer = self._layers[index]
-        return step.attend(index, self._norm_over_heads(qkv, layer.query_norm, layer.key_norm))
+    _normed = Normed.ALL_HEADS
