@@ -11,13 +11,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from descriptors import no_file_descriptors
 from forked_nodes import fork_module
 from live import small_config
+from waiting import is_running, until
 
 from mooncake.app.cluster.local import LocalCluster, NodeProcess
 from mooncake.app.cluster.preflight import available_cores
@@ -34,12 +35,6 @@ def ask(cluster: LocalCluster) -> str:
         return client.generate("The sky is", sampling=FEW, timeout_s=60).text
 
 
-async def until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-
-
 def state_of(pid: int) -> str:
     """The kernel's letter for the process state; "" for no process."""
     with contextlib.suppress(FileNotFoundError):
@@ -49,10 +44,6 @@ def state_of(pid: int) -> str:
 
 def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
-
-
-def is_gone(pid: int) -> bool:
-    return state_of(pid) in ("", "Z")
 
 
 async def test_it_answers_and_leaves_nothing_behind() -> None:
@@ -67,7 +58,7 @@ async def test_it_answers_and_leaves_nothing_behind() -> None:
         assert "node.decode_share=0.33" in command_of(cluster.pids["decode-0"])
         pids = list(cluster.pids.values())
         port = cluster.config.conductor.grpc_port
-    assert all(is_gone(pid) for pid in pids)
+    assert all(not is_running(pid) for pid in pids)
     assert not file.exists()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=5)
@@ -82,7 +73,7 @@ async def test_a_process_that_dies_comes_back_and_serves() -> None:
             old = cluster.pids[node_id]
             os.kill(old, signal.SIGKILL)
             assert await asyncio.to_thread(ask, cluster) == before, "a request waits for the node that is to come back"
-            await until(lambda node_id=node_id, old=old: cluster.pids.get(node_id, old) != old)
+            await until(lambda node_id=node_id, old=old: cluster.pids.get(node_id, old) != old, 60.0)
             assert any(f"{node_id} was killed by SIGKILL; starting it again" in sentence for sentence in told)
             await cluster.wait_ready()
 
@@ -95,8 +86,8 @@ async def test_a_process_that_cannot_be_started_again_is_tried_until_it_can() ->
         old = cluster.pids["store-0"]
         with no_file_descriptors():
             os.kill(old, signal.SIGKILL)
-            await until(lambda: any(sentence.startswith("cannot start store-0: Too many open") for sentence in told))
-        await until(lambda: cluster.pids.get("store-0", old) != old)
+            await until(lambda: any(line.startswith("cannot start store-0: Too many open") for line in told), 60.0)
+        await until(lambda: cluster.pids.get("store-0", old) != old, 60.0)
     finally:
         await cluster.stop()
 
@@ -108,9 +99,9 @@ async def test_what_hinders_a_restart_for_a_while_does_not_end_the_cluster() -> 
         before = await asyncio.to_thread(ask, cluster)
         port = cluster.config.conductor.grpc_port
         os.kill(cluster.pids["conductor"], signal.SIGKILL)
-        await until(lambda: "conductor" not in cluster.pids)
+        await until(lambda: "conductor" not in cluster.pids, 60.0)
         with socket.create_server(("127.0.0.1", port)):
-            await until(lambda: sum("conductor ended with exit code 2" in sentence for sentence in told) >= 2)
+            await until(lambda: sum("conductor ended with exit code 2" in sentence for sentence in told) >= 2, 60.0)
         await cluster.wait_ready()
         assert await asyncio.to_thread(ask, cluster) == before
 
@@ -129,7 +120,7 @@ async def test_a_console_that_takes_no_more_words_costs_no_node() -> None:
         before = await asyncio.to_thread(ask, cluster)
         old = cluster.pids["store-0"]
         os.kill(old, signal.SIGKILL)
-        await until(lambda: cluster.pids.get("store-0", old) != old)
+        await until(lambda: cluster.pids.get("store-0", old) != old, 60.0)
         await cluster.wait_ready()
         assert await asyncio.to_thread(ask, cluster) == before
         assert all(len(child.last_lines) > 1 for child in cluster.children.values()), "logs are read on"
@@ -142,9 +133,9 @@ async def test_nothing_is_started_again_while_the_cluster_stops() -> None:
         await cluster.start()
         conductor, old = cluster.pids["conductor"], cluster.pids["store-0"]
         os.kill(old, signal.SIGKILL)
-        await until(lambda: any("starting it again" in sentence for sentence in told))
+        await until(lambda: any("starting it again" in sentence for sentence in told), 60.0)
         os.kill(conductor, signal.SIGSTOP)  # so that stopping takes longer than the pause
-        await until(lambda: state_of(conductor) == "T")
+        await until(lambda: state_of(conductor) == "T", 60.0)
         stopping = asyncio.create_task(cluster.stop())
         await asyncio.sleep(0.6)
         process = cluster.children["store-0"].process
@@ -171,7 +162,7 @@ async def test_a_node_that_hangs_is_ended_all_the_same() -> None:
         pid = cluster.pids["decode-0"]
         os.kill(pid, signal.SIGSTOP)
         start_s = time.monotonic()
-    assert is_gone(pid)
+    assert not is_running(pid)
     assert time.monotonic() - start_s < 30
 
 
