@@ -235,7 +235,7 @@ USAGE = {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 4}}
 
 async def ask(server: HttpServer, *, is_plain: bool = False) -> RequestResult:
     load_run = LoadRun(server, Wishes("m", is_plain), 1, 10.0, lambda result: None)
-    await load_run.run([LoadRequest(0, 0.0, "/v1/completions", {"prompt": "a", "ignore_eos": True})])
+    await load_run.send_all([LoadRequest(0, 0.0, "/v1/completions", {"prompt": "a", "ignore_eos": True})])
     [result] = load_run.results
     return result
 

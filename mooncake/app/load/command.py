@@ -84,7 +84,7 @@ def load(url: str, options: LoadOptions, output: LoadOutput) -> None:
         wishes = Wishes(model, options.is_plain)
         run = LoadRun(server, wishes, options.concurrency, options.timeout_s, add)
         try:
-            run_async(unless_stopped(run.run(requests)))
+            run_async(unless_stopped(run.send_all(requests)))
         except Cancelled:
             is_complete = False
     report = LoadReport(model, options, count, run.sent, tuple(run.results), run.now_s)

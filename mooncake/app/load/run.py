@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
-from itertools import pairwise
+from collections.abc import Callable
 
 import msgspec
 
 from mooncake.api_keys import API_KEY_ENV
 from mooncake.app.latency import Outcome, RequestResult
 from mooncake.app.load.http_server import OK, HttpServer
-from mooncake.app.load.open_loop import send_all
+from mooncake.app.load.open_loop import OpenLoop
 from mooncake.app.load.requests import LoadRequest, Wishes, whole
 from mooncake.errors import ConfigError, InternalError, MooncakeError, NodeUnavailable, Unauthenticated
 
@@ -94,8 +92,8 @@ async def served_model(server: HttpServer, wanted: str) -> str:
     return models[0].id
 
 
-class LoadRun:
-    """``results`` fills as requests end, so an interrupted run can be reported."""
+class LoadRun(OpenLoop[LoadRequest]):
+    """Against one OpenAI server."""
 
     def __init__(
         self,
@@ -105,36 +103,20 @@ class LoadRun:
         timeout_s: float,
         on_result: Callable[[RequestResult], None],
     ) -> None:
-        self.results: list[RequestResult] = []
-        self.sent = 0
+        super().__init__(concurrency, on_result)
         self._server = server
         self._wishes = wishes
-        self._concurrency = concurrency
         self._timeout_s = timeout_s
-        self._on_result = on_result
-        self._start_s = time.monotonic()
 
-    @property
-    def now_s(self) -> float:
-        """Since the start."""
-        return time.monotonic() - self._start_s
-
-    async def run(self, requests: Iterable[LoadRequest]) -> None:
-        """Send them in their order, and wait until they end. A request that fails is a result, not an error."""
-        self._start_s = time.monotonic()
-        await send_all(requests, self._one, self._concurrency, lambda: self.now_s)
-
-    async def _one(self, request: LoadRequest) -> None:
+    async def _measure(self, request: LoadRequest) -> RequestResult:
         self.sent += 1
         sent_s = self.now_s
         try:
-            result = await self._measure(request, sent_s)
+            return await self._stream(request, sent_s)
         except MooncakeError as error:
-            result = RequestResult(request.index, request.at_s, sent_s, Outcome.FAILED, error=error.message)
-        self.results.append(result)
-        self._on_result(result)
+            return RequestResult(request.index, request.at_s, sent_s, Outcome.FAILED, error=error.message)
 
-    async def _measure(self, request: LoadRequest, sent_s: float) -> RequestResult:
+    async def _stream(self, request: LoadRequest, sent_s: float) -> RequestResult:
         stream = TokenStream(lambda: self.now_s)
         body = msgspec.json.encode(whole(request.body, self._wishes))
         reply = await self._server.post(request.path, body, stream.take, self._timeout_s)
@@ -142,20 +124,9 @@ class LoadRun:
             outcome = Outcome.REJECTED if reply.status == FULL else Outcome.FAILED
             error = f"{reply.status}: {_told(reply.body)}"
             return RequestResult(request.index, request.at_s, sent_s, outcome, error=error)
-        usage, times_s = stream.usage, stream.all_times()
-        details = usage.prompt_tokens_details or _Details()
-        return RequestResult(
-            index=request.index,
-            planned_s=request.at_s,
-            sent_s=sent_s,
-            outcome=Outcome.OK,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=len(times_s),
-            cached_tokens=details.cached_tokens or 0,
-            ttft_ms=(times_s[0] - sent_s) * 1000,
-            gaps_ms=tuple((after - before) * 1000 for before, after in pairwise(times_s)),
-            total_ms=(self.now_s - sent_s) * 1000,
-        )
+        times_s = stream.all_times()
+        details = stream.usage.prompt_tokens_details or _Details()
+        return self._answered(request, sent_s, times_s, stream.usage.prompt_tokens, details.cached_tokens or 0)
 
 
 class TokenStream:

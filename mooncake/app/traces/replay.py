@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +18,7 @@ import msgspec
 
 from mooncake.api_keys import bearer, own_api_key
 from mooncake.app.latency import SLO, HitRates, LoadSummary, Outcome, RequestResult, summarize
-from mooncake.app.load.open_loop import send_all
+from mooncake.app.load.open_loop import OpenLoop
 from mooncake.app.outputs import writing
 from mooncake.errors import InternalError, MooncakeError, NotFound, TryLater
 from mooncake.hashing import extend_chain
@@ -81,31 +79,25 @@ def plan_arrivals(requests: Sequence[TraceRequest], options: ReplayOptions) -> l
     return [Arrival(index, times[index], requests[index]) for index in order]
 
 
-class Replay:
-    """One run against one cluster. ``results`` fills as requests end, so an interrupted run can be reported."""
+class Replay(OpenLoop[Arrival]):
+    """Against one cluster."""
 
     def __init__(
         self, address: str, options: ReplayOptions, on_result: Callable[[RequestResult], None] = lambda _: None
     ) -> None:
-        self.results: list[RequestResult] = []
-        self.sent = 0
+        super().__init__(options.concurrency, on_result)
         self._address = address
         self._options = options
-        self._on_result = on_result
         self._channels = Channels(tls=own_tls())
         self._metadata = bearer(own_api_key())
         self._model = inference_pb2.ModelInfo()
-        self._start_s = time.monotonic()
 
     async def run(self, requests: Sequence[TraceRequest]) -> ReplayReport:
-        """Send all requests (scaled to ``tokens_per_block``) and wait until they end.
-
-        Raises MooncakeError when the cluster cannot be reached at all. A request that fails is a result, not an error.
-        """
+        """Send all requests (scaled to ``tokens_per_block``) and wait until they end. Raises MooncakeError when the
+        cluster cannot be reached at all."""
         try:
             self._model = await self._served_model()
-            self._start_s = time.monotonic()
-            await send_all(plan_arrivals(requests, self._options), self._one, self._options.concurrency, self._now_s)
+            await self.send_all(plan_arrivals(requests, self._options))
             return self.report(requests)
         finally:
             await self._channels.close()
@@ -118,7 +110,7 @@ class Replay:
         return ReplayReport(
             model=self._model.id,
             options=self._options,
-            summary=summarize(results, block_tokens, self._now_s(), self._options.slo),
+            summary=summarize(results, block_tokens, self.now_s, self._options.slo),
             endless_cache=endless_cache(served, self._options.tokens_per_block, self._model),
             results=tuple(results),
             planned=len(requests),
@@ -139,13 +131,8 @@ class Replay:
     def _stub(self) -> InferenceAsyncStub:
         return InferenceStub(self._channels.get(self._address))
 
-    async def _one(self, arrival: Arrival) -> None:
-        result = await self._measure(arrival)
-        self.results.append(result)
-        self._on_result(result)
-
     async def _measure(self, arrival: Arrival) -> RequestResult:
-        request, sent_s = arrival.request, self._now_s()
+        request, sent_s = arrival.request, self.now_s
 
         def ended(outcome: Outcome, error: str = "") -> RequestResult:
             return RequestResult(
@@ -175,27 +162,12 @@ class Replay:
         self.sent += 1
         timeout_s = self._options.timeout_s
         async for last in self._stub().Generate(message, timeout=timeout_s, metadata=self._metadata):
-            times_s.extend([self._now_s()] * len(last.tokens))
+            times_s.extend([self.now_s] * len(last.tokens))
         usage = last.usage
         if not times_s or len(times_s) != usage.completion_tokens:
             raise InternalError(f"{len(times_s)} tokens came, and the server reports {usage.completion_tokens}")
-        return RequestResult(
-            index=arrival.index,
-            planned_s=arrival.at_s,
-            sent_s=sent_s,
-            outcome=Outcome.OK,
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=usage.completion_tokens,
-            cached_tokens=usage.cached_tokens,
-            ttft_ms=(times_s[0] - sent_s) * 1000,
-            gaps_ms=tuple((after - before) * 1000 for before, after in pairwise(times_s)),
-            total_ms=(self._now_s() - sent_s) * 1000,
-            prefill_node=last.timings.prefill_node,
-            decode_node=last.timings.decode_node,
-        )
-
-    def _now_s(self) -> float:
-        return time.monotonic() - self._start_s
+        result = self._answered(arrival, sent_s, times_s, usage.prompt_tokens, usage.cached_tokens)
+        return replace(result, prefill_node=last.timings.prefill_node, decode_node=last.timings.decode_node)
 
 
 def endless_cache(requests: Sequence[TraceRequest], tokens_per_block: int, model: inference_pb2.ModelInfo) -> HitRates:
