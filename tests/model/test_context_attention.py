@@ -137,7 +137,7 @@ class Step:
         errors: list[BaseException] = []
 
         def compute(rank: int) -> None:
-            rows = torch.from_numpy(plan.rows(plan.runs(rank) + (plan.residents if rank == 0 else [])))
+            rows = torch.from_numpy(plan.rows_of(rank))
             home = Home(plan, self.batch, cache) if rank == 0 else None
             post, own = ThreadPost(rank, plan.size, boxes), self.new_rows(layer, rows)
             attend = ContextAttention(plan, post, choose_kernels(), self.config, self.shape, own, method, home)

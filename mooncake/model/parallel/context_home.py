@@ -26,10 +26,8 @@ class Home:
         self.layers = cache.unbind(1)
         self._block_tokens = cache.shape[4]
         self._rows_of: dict[object, torch.Tensor] = {}
-        residents = plan.residents
         for rank in range(plan.size):
-            runs = plan.runs(rank) + (residents if rank == 0 else [])
-            self._number(("new", rank), batch.slots[torch.from_numpy(plan.rows(runs))])
+            self._number(("new", rank), batch.slots[torch.from_numpy(plan.rows_of(rank))])
             self._number(("part", rank), self._slots(plan.part(rank)))
 
     def _number(self, name: object, slots: torch.Tensor) -> None:

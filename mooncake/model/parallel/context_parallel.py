@@ -196,7 +196,7 @@ class _Rank:
         """Logits of the rank's rows. On the first rank, the hook is called for a layer once the cache has all of it."""
         rank, config = self.post.rank, self._model.config
         self.post.begin()
-        rows = torch.from_numpy(plan.rows(plan.runs(rank) + (plan.residents if rank == 0 else [])))
+        rows = torch.from_numpy(plan.rows_of(rank))
         own = _room_for(self._layout, len(rows))
         self._attention = attention = ContextAttention(
             plan, self.post, choose_kernels(), config, self._shape, own, self._setup.method, home
@@ -257,7 +257,7 @@ def _as_cache(own: torch.Tensor, num_layers: int) -> torch.Tensor:
 def _logit_rows(plan: ContextPlan, batch: ForwardBatch, rank: int) -> tuple[Ints, Ints]:
     """Which of the step's logits come from ``rank``, and from which of its rows."""
     wanted = batch.logit_rows.numpy()
-    rows = plan.rows(plan.runs(rank) + (plan.residents if rank == 0 else []))
+    rows = plan.rows_of(rank)
     order = rows.argsort()
     places = order[rows[order].searchsorted(wanted).clip(max=len(rows) - 1)]
     is_here = rows[places] == wanted

@@ -143,6 +143,10 @@ class ContextPlan:
             [np.arange(run.first, run.end) + starts[run.sequence] for run in runs] or [np.empty(0)]
         ).astype(np.int64)
 
+    def rows_of(self, rank: int) -> Ints:
+        """Indices of all tokens in the step that the rank computes; on the first one those of residents come last."""
+        return self.rows(self.runs(rank) + (self.residents if rank == 0 else []))
+
     def num_tokens(self, rank: int) -> int:
         return sum(map(len, self.runs(rank)))
 
@@ -175,21 +179,6 @@ class ContextPlan:
         lengths = np.array([end - first for _, first, end in part], np.int64)
         starts, twice = _starts(lengths.tolist())[:-1], np.repeat(lengths, 2)  # a sequence has two runs
         return Sight(np.repeat(starts, 2), twice, twice)
-
-    def work(self) -> Ints:
-        """``[S hops, S ranks]``: the number of pairs of a new query and a key it sees; at hop h rank r meets the new
-        tokens and the part of rank r - h."""
-        size = self.size
-        found = np.zeros((size, size), np.int64)
-        for rank in range(size):
-            counts = np.array([len(run) for run in self.runs(rank)])
-            for hop in range(size):
-                origin = (rank - hop) % size
-                for sight in (self.sight_of_new(rank, origin), self.sight_of_part(origin)):
-                    # the first query sees keys 0 … firsts; each later one sees one more, up to all
-                    hidden = np.maximum(sight.lengths - sight.firsts - 1, 0)
-                    found[hop, rank] += (sight.lengths * counts - hidden * (hidden + 1) // 2).sum()
-        return found
 
     # What is sent, and which method sends least
 
