@@ -1,29 +1,26 @@
-"""The SSD under a store's DRAM: saves blocks in groups that are made durable together, and loads them again.
+"""The SSD under a store's DRAM: saves blocks (``committing``), and loads them again.
 
-All decisions and all state are on one event loop, in ``SsdIndex``; disk reads and writes run in threads. ``append``
-writes records, ``room`` makes room for them. If the disk refuses, loses or corrupts something, that is counted, the
-block's replica here is dropped, and the store goes on: a failing tier costs hits, never bytes. It knows nothing of
-slots, leases or clients.
+All decisions and all state are on one event loop, in ``SsdIndex``; disk reads and writes run in threads. If the disk
+refuses, loses or corrupts something, that is counted, the block's replica here is dropped, and the store goes on: a
+failing tier costs hits, never bytes. It knows nothing of slots, leases or clients.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kvstore.eviction import EvictionPolicy
-from kvstore.ssd.append import BACK_OFF_S, PendingBlock, SsdAppender
+from kvstore.ssd.committing import Committing
 from kvstore.ssd.file_limit import check_file_limit
 from kvstore.ssd.index import MIN_SEGMENTS, SEGMENT_BYTES, SsdIndex, segment_size
 from kvstore.ssd.log import SsdLog
 from kvstore.ssd.reads import SsdReads
-from kvstore.ssd.record import MAX_HEADER_BYTES, BlockHeader, block_size, header_size
-from kvstore.ssd.room import SsdRoom
+from kvstore.ssd.record import BlockHeader
 from kvstore.ssd.stall import LOOKS, STALL_S, Stall
 from mooncake.errors import ChecksumMismatch, ConfigError, KVLoadFailed
 from mooncake.types import BlockKey
@@ -32,7 +29,6 @@ from mooncake.vital import vital
 log = logging.getLogger(__name__)
 
 GROUP_BYTES = 16 << 20  # made durable together, at most
-MAX_QUEUE = 4096  # blocks waiting to be saved
 CLOSE_TIMEOUT_S = 15.0  # without progress: the disk hangs
 _RATE_WEIGHT = 0.2
 _FIRST_READ_BYTES_PER_S = 1e9  # assumed until something has been read
@@ -55,20 +51,11 @@ class SsdTier:
         self._log = log_
         self._reads = SsdReads(log_)
         self._index = index
-        self._group_bytes, self._stall_s = group_bytes, stall_s
-        self._save_stall, self._load_stall = Stall(), Stall()
-        self._appender = SsdAppender(log_, index, first_sequence, self._answer, self._save_stall)
-        self._room = SsdRoom(log_, index, self._appender, self.load)
-        self._queue: deque[PendingBlock] = deque()
-        self._saving: dict[BlockKey, PendingBlock] = {}
-        self._is_committing = False
-        self._work = asyncio.Event()
-        self._is_ending = asyncio.Event()  # a disk that refused is tried once more at once
-        self._commits: list[asyncio.Future[bool]] = []  # waiting for drops to be durable
-        self._off_until = 0.0
+        self._committing = Committing(log_, index, first_sequence, group_bytes, self.load)
+        self._stall_s = stall_s
+        self._load_stall = Stall()
         self._reading = 0  # bytes
         self._bytes_per_s = _FIRST_READ_BYTES_PER_S
-        self._task = vital(self._commit_for_ever(), "ssd-commit")
         self._watcher = vital(self._watch(), "ssd-watch")
 
     @classmethod
@@ -122,7 +109,7 @@ class SsdTier:
     @property
     def is_writable(self) -> bool:
         """Whether saving is worth trying now: the disk has not refused a write lately, and is not behind."""
-        return not self._is_resting and not self._save_stall.lasts
+        return self._committing.is_writable
 
     @property
     def is_readable(self) -> bool:
@@ -132,7 +119,7 @@ class SsdTier:
     @property
     def is_in_trouble(self) -> bool:
         """Whether the disk refuses writes, or stands still."""
-        return self._appender.is_refused or self._save_stall.lasts or not self.is_readable
+        return self._committing.is_in_trouble or not self.is_readable
 
     @property
     def is_direct(self) -> bool:
@@ -141,7 +128,7 @@ class SsdTier:
     @property
     def room(self) -> int:
         """How many more blocks may wait to be saved."""
-        return MAX_QUEUE - len(self._saving)
+        return self._committing.room
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._index
@@ -166,25 +153,7 @@ class SsdTier:
         """Write a block, whose bytes must not change until the answer: True once it is durable, False when it could
         not be stored (full, error, quota, too many ranges for a record). Free for blocks that are there already or
         on their way."""
-        waiting = self._saving.get(header.key)
-        if waiting is not None:
-            return waiting.done
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        if header.key in self._index:
-            done.set_result(True)
-        elif (
-            not self.is_writable
-            or self.room <= 0
-            or block_size(header) > self._index.segment_bytes // 2
-            or header_size(header) > MAX_HEADER_BYTES
-        ):
-            self.counters["ssd_refused"] += 1
-            done.set_result(False)
-        else:
-            self._saving[header.key] = pending = PendingBlock(header, data, done)
-            self._queue.append(pending)
-            self._work.set()
-        return done
+        return self._committing.save(header, data)
 
     async def load(self, key: BlockKey, into: memoryview) -> BlockHeader:
         """Read a block and verify it. ``into`` has its length, or up to the next whole page if possible.
@@ -205,7 +174,7 @@ class SsdTier:
                 self.counters["ssd_read_errors"] += 1
                 if (count := self.counters["ssd_read_errors"]).bit_count() == 1:  # seldom: a dead disk fails every read
                     log.warning("the SSD could not read a block (%d so far): %s", count, error)
-                self._lose(key)
+                self._committing.lose(key)
             elif found is not None and found.header is header:  # compaction moved it while we waited
                 return await self.load(key, into)
             raise KVLoadFailed(f"the SSD could not read the block: {error}") from None
@@ -215,7 +184,7 @@ class SsdTier:
         if not is_right:
             self.counters["checksum_mismatches"] += 1
             if self._index.get(key) is block:
-                self._lose(key)
+                self._committing.lose(key)
             raise ChecksumMismatch("the block's bytes on the SSD differ from what was sealed")
         rate = size / max(time.monotonic() - started, 1e-6)
         self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
@@ -227,31 +196,16 @@ class SsdTier:
 
     def drop(self, keys: Iterable[BlockKey]) -> int:
         """Forget blocks; ``committed`` says when a restart will not find them either. Returns how many there were."""
-        dropped = 0
-        for key in keys:
-            if (pending := self._saving.pop(key, None)) is not None:
-                pending.is_unwanted = True  # otherwise it would return once it has been written
-                self._index.keep_drops(pending.undo)
-            dropped += self._index.drop(key, time.monotonic())
-        if self._index.has_drops:
-            self._work.set()
-        return dropped
+        return self._committing.drop(keys)
 
     def is_dropping(self, keys: Collection[BlockKey]) -> bool:
         """Whether a restart now would find one of these blocks although it was dropped."""
-        return self._index.is_dropping(keys) or self._appender.is_dropping(keys)
+        return self._committing.is_dropping(keys)
 
     async def committed(self) -> bool:
         """Return once all drops so far are durable: True; or once the disk has refused them: False. They are written
         when it takes writes again."""
-        if not self._index.has_drops and not self._is_committing:
-            return True
-        if self._is_resting:
-            return False
-        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._commits.append(done)
-        self._work.set()
-        return await done
+        return await self._committing.committed()
 
     def take_left(self) -> list[BlockHeader]:
         return self._index.take_left()
@@ -259,179 +213,26 @@ class SsdTier:
     def be_patient(self) -> None:
         """From now on wait for the disk however slow it is: what is not saved is lost."""
         self._watcher.cancel()
-        self._save_stall.forget()
+        self._committing.be_patient()
         self._load_stall.forget()
-        self._off_until = 0.0
-        self._is_ending.set()
 
     async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Saves what waits, then closes the files. If the disk makes no progress for this long it hangs: its files
         stay open, because a thread may still be writing to them."""
         self.be_patient()
-        is_answering = await self._finish(timeout_s)
-        self._task.cancel()
-        self._appender.cancel()
-        await asyncio.gather(self._task, self._watcher, return_exceptions=True)
-        await self._appender.join()
-        left = len(self._saving)
-        for pending in self._saving.copy().values():
-            self._answer(pending, False)
-        self._refuse_waiting()
+        is_answering = await self._committing.end(timeout_s)
+        await asyncio.gather(self._watcher, return_exceptions=True)
         self._reads.close()
-        _answer_all(self._commits, False)
         if is_answering:
             await asyncio.to_thread(self._shut)
-        else:
-            log.error("the SSD hangs: its files stay open, and %d blocks are not saved", left)
-
-    async def _finish(self, timeout_s: float) -> bool:
-        """Whether everything waiting was saved or refused, and all drops are durable."""
-        while self._saving:
-            done, _ = await asyncio.wait([pending.done for pending in self._saving.values()], timeout=timeout_s)
-            if not done:
-                return False
-        try:
-            await asyncio.wait_for(self.committed(), timeout_s)
-        except TimeoutError:
-            return False
-        return True
 
     def _shut(self) -> None:
-        self._appender.shut()
+        self._committing.shut()
         self._reads.shut()
         self._log.close()
 
-    def _lose(self, key: BlockKey) -> None:
-        self._index.drop(key, time.monotonic())
-        self._work.set()
-
-    # Committing
-
-    async def _commit_for_ever(self) -> None:
-        while True:
-            self._is_committing = False
-            with contextlib.suppress(TimeoutError):  # remaining drops do not wait for more
-                async with asyncio.timeout(BACK_OFF_S if self._index.has_drops else None):
-                    await self._work.wait()
-            await self._rest()
-            self._work.clear()
-            self._is_committing = True
-            while self._queue or self._index.has_drops or self._commits:
-                group = self._next_group()
-                try:
-                    await self._commit(group)
-                    if not self._queue:
-                        await self._appender.settle()
-                except Exception as error:  # of the disk, or a bug, which must not stop the next group
-                    await self._appender.join()
-                    self._fail(group, error)
-                    break
-
-    @property
-    def _is_resting(self) -> bool:
-        """Whether the disk refused a write lately."""
-        return time.monotonic() < self._off_until
-
-    async def _rest(self) -> None:
-        """Every try after a refusal costs the rest of a segment, so drops wait as long as blocks do."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(self._off_until - time.monotonic(), 0.0)):
-                await self._is_ending.wait()
-
-    def _next_group(self) -> list[PendingBlock]:
-        group: list[PendingBlock] = []
-        nbytes = 0
-        while self._queue and (not group or nbytes + block_size(self._queue[0].header) <= self._group_bytes):
-            pending = self._queue.popleft()
-            nbytes += block_size(pending.header)
-            group.append(pending)
-        return group
-
-    async def _commit(self, group: list[PendingBlock]) -> None:
-        """Start writing drops, then blocks."""
-        now = time.monotonic()
-        kept: list[PendingBlock] = []
-        waiting = self._appender.bytes_on_way
-        for pending in group:
-            size, tenant = block_size(pending.header), pending.header.tenant
-            if pending.is_unwanted:
-                self._answer(pending, False)
-            elif self._index.fit_tenant(tenant, waiting[tenant] + size, now) and self._index.make_room(
-                size, waiting.total(), now
-            ):
-                kept.append(pending)
-                waiting[tenant] += size
-            else:
-                self.counters["ssd_refused"] += 1
-                self._answer(pending, False)
-        await self._tell_drops()
-        async for part in self._fitting(kept):
-            await self._appender.start([self._appender.place_pending(pending) for pending in part], part)
-
-    async def _fitting(self, group: Sequence[PendingBlock]) -> AsyncIterator[list[PendingBlock]]:
-        """Parts of a group that fit the open segment, opening new ones as needed."""
-        left = deque(group)
-        while left:
-            await self._room.ensure(block_size(left[0].header))
-            room, part = self._index.room(), list[PendingBlock]()
-            while left and block_size(left[0].header) <= room:
-                room -= block_size(left[0].header)
-                part.append(left.popleft())
-            yield part
-
-    async def _tell_drops(self) -> None:
-        """Start writing the drops so far. Those waiting for them are notified as soon as they are durable or
-        refused, however much is still to be saved."""
-        waiting, self._commits = self._commits, []
-        try:
-            await self._appender.write_drops(self._room.ensure)
-        except BaseException:
-            _answer_all(waiting, False)
-            raise
-        if (run := self._appender.last_run) is not None:
-            run.add_done_callback(lambda run: _answer_all(waiting, not run.cancelled() and run.exception() is None))
-        else:
-            _answer_all(waiting, True)
-
-    def _fail(self, group: Iterable[PendingBlock], error: Exception) -> None:
-        """The disk refused it."""
-        self._appender.failed(error)
-        self._off_until = time.monotonic() + BACK_OFF_S
-        for pending in group:
-            self._answer(pending, False)
-        self._refuse_waiting()
-        _answer_all(self._commits, False)
-        self._commits.clear()
-
     async def _watch(self) -> None:
-        """Nothing more waits for a disk that stands still, until what waits already has been saved."""
         while True:
             await asyncio.sleep(self._stall_s / LOOKS)
-            was_behind = self._save_stall.lasts
-            last_run = self._appender.last_run
-            self._save_stall.look(bool(self._saving) or (last_run is not None and not last_run.done()))
+            self._committing.look()
             self._load_stall.look(self._reading > 0)
-            if self._save_stall.lasts and not was_behind:
-                self.counters["ssd_stalls"] += 1
-                log.warning("the SSD stands still: blocks leave memory without being saved until it has caught up")
-                self._refuse_waiting()
-            elif was_behind and not self._save_stall.lasts:
-                log.warning("the SSD has caught up")
-
-    def _refuse_waiting(self) -> None:
-        """Their slots are held for as long as they wait."""
-        for pending in self._queue:
-            self._answer(pending, False)
-        self._queue.clear()
-
-    def _answer(self, pending: PendingBlock, is_saved: bool) -> None:
-        if self._saving.get(pending.header.key) is pending:
-            del self._saving[pending.header.key]
-        if not pending.done.done():
-            pending.done.set_result(is_saved)
-
-
-def _answer_all(waiting: Iterable[asyncio.Future[bool]], is_durable: bool) -> None:
-    for done in waiting:
-        if not done.done():
-            done.set_result(is_durable)

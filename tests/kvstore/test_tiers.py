@@ -24,11 +24,12 @@ from kvstore.eviction import make_policy
 from kvstore.index.types import BlockName
 from kvstore.node import StoreNode
 from kvstore.segment import Segment
+from kvstore.ssd.committing import MAX_QUEUE
 from kvstore.ssd.index import SsdIndex
 from kvstore.ssd.io import PlainIO, SsdIO
 from kvstore.ssd.log import SsdLog
 from kvstore.ssd.reads import SsdReads
-from kvstore.ssd.tier import MAX_QUEUE, SsdTier
+from kvstore.ssd.tier import SsdTier
 from kvstore.store import Sealed, Store
 from kvstore.transfer.owner.server import SegmentServer
 from kvstore.transfer.requests import WriteRange
