@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from paged_batch import DEVICE, TOLERANCE, Batch, check_within_rounding, needs_gpu
+from paged_batch import DEVICE, TOLERANCE, Batch, check_within_rounding, keys_read, needs_gpu
 
 from mooncake.kernels import reference
 from mooncake.kernels.gpu.attention import DevicePlan
@@ -90,7 +90,7 @@ def test_a_shared_prefix_is_read_once_by_the_tokens_that_fit_into_a_tile(kernels
     batch = Batch([1] * 4, [560, 530, 545, 516], shared_blocks=32, **few)
     plan = planned(kernels, batch, shared=True)
     assert [one.tile_tokens for one in plan.passes] == [2, 2]
-    assert plan.keys_read == 560 + 530 + 545 + 516 - 2 * 512
+    assert keys_read(plan) == 560 + 530 + 545 + 516 - 2 * 512
     expected = reference.paged_attention(*batch.arguments)
     torch.testing.assert_close(kernels.paged_attention(*batch.arguments, plan=plan), expected, atol=2e-5, rtol=2e-5)
     many = planned(kernels, Batch([1] * 4, [560, 530, 545, 516], shared_blocks=32, **SMALL), shared=True)

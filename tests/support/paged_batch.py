@@ -7,11 +7,18 @@ import pytest
 import torch
 
 from mooncake.kernels import reference
+from mooncake.kernels.gpu.attention import DevicePlan
 from mooncake.kernels.gpu.triton_launch import INTERPRETED
 
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 needs_gpu = pytest.mark.skipif(INTERPRETED, reason="the interpreter uses other tiles, and takes minutes")
+
+
+def keys_read(plan: DevicePlan) -> int:
+    """Tokens of keys and values that one layer reads, per KV head."""
+    pieces = torch.cat([one.pieces[: int(one.num_pieces)] for one in plan.passes])
+    return int((pieces[:, 5] - pieces[:, 4]).sum())
 
 
 class Batch:

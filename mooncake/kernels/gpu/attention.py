@@ -157,12 +157,6 @@ class DevicePlan:
             and len(plan.merge_rows) <= self.merge_rows.shape[0]
         )
 
-    @property
-    def keys_read(self) -> int:
-        """As ``AttentionPlan.keys_read``; waits for the device."""
-        pieces = torch.cat([one.pieces[: int(one.num_pieces)] for one in self.passes])
-        return int((pieces[:, 5] - pieces[:, 4]).sum())
-
     def load(self, plan: AttentionPlan) -> None:
         """Copy ``plan`` into these buffers, in the order of the current stream; the host does not wait.
 

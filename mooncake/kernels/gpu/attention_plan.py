@@ -68,12 +68,6 @@ class AttentionPlan:
         """Of all passes."""
         return np.concatenate([one.pieces for one in self.passes])
 
-    @property
-    def keys_read(self) -> int:
-        """Tokens of keys and values that one layer reads, per KV head."""
-        pieces = self.pieces
-        return int((pieces[:, 5] - pieces[:, 4]).sum())
-
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
