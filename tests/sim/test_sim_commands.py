@@ -16,7 +16,7 @@ from mooncake.app.cli.main import app
 from mooncake.app.reproduction.experiments import Traces
 from mooncake.app.reproduction.findings import Finding, Row
 from mooncake.app.reproduction.reproduce import markdown, page, reproduce
-from mooncake.app.sim.cluster import load_cluster, load_preset, parse_cluster, preset_names, preset_text
+from mooncake.app.sim.cluster import load_cluster, load_preset, preset_names, preset_text
 from mooncake.app.sim.output.charts import BOTTOM, HEIGHT
 from mooncake.app.sim.output.page import over_time
 from mooncake.app.sim.simulation import Run, Simulation
@@ -85,11 +85,14 @@ def test_every_preset_reads_and_runs() -> None:
         (('name = "vllm-16"', ""), "name"),
     ],
 )
-def test_a_cluster_that_makes_no_sense_is_refused_with_its_reason(change: tuple[str, str], complaint: str) -> None:
-    text = preset_text("vllm-16")
+def test_a_cluster_that_makes_no_sense_is_refused_with_its_reason(
+    change: tuple[str, str], complaint: str, tmp_path: Path
+) -> None:
+    text, mine = preset_text("vllm-16"), tmp_path / "mine.toml"
     assert change[0] in text
+    mine.write_text(text.replace(*change))
     with pytest.raises(ConfigError, match=r"mine\.toml") as error:
-        parse_cluster(text.replace(*change), "mine.toml")
+        load_cluster(mine)
     assert complaint in str(error.value) or complaint == "TOML"
 
 

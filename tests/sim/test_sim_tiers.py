@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mooncake.app.sim.cluster import Cluster, Model, Ssd, load_preset, parse_cluster, preset_text
+from mooncake.app.sim.cluster import Cluster, Model, Ssd, load_cluster, load_preset, preset_text
 from mooncake.app.sim.events import Agenda
 from mooncake.app.sim.machines.disk import Disk
 from mooncake.app.sim.machines.tiered import TieredCache
@@ -249,8 +250,11 @@ def test_the_same_seed_gives_the_same_bytes(under: Simulation) -> None:
         (("store_tokens = 3_000_000", "store_tokens = 0"), "store_tokens"),
     ],
 )
-def test_an_ssd_that_makes_no_sense_is_refused_with_its_reason(change: tuple[str, str], complaint: str) -> None:
-    text = preset_text("paper-16-ssd")
+def test_an_ssd_that_makes_no_sense_is_refused_with_its_reason(
+    change: tuple[str, str], complaint: str, tmp_path: Path
+) -> None:
+    text, mine = preset_text("paper-16-ssd"), tmp_path / "mine.toml"
     assert change[0] in text
+    mine.write_text(text.replace(*change))
     with pytest.raises(ConfigError, match=complaint):
-        Simulation(parse_cluster(text.replace(*change), "mine.toml"), generate("conversation", 5, 1))
+        Simulation(load_cluster(mine), generate("conversation", 5, 1))

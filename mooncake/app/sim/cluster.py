@@ -221,12 +221,8 @@ def load_preset(name: str) -> Cluster:
 
 
 def load_cluster(path: Path) -> Cluster:
+    """It may extend presets and other files. Raises ConfigError, with the path, for anything that is not a cluster."""
     return _cluster(_file(path))
-
-
-def parse_cluster(text: str, origin: str) -> Cluster:
-    """Raises ConfigError with the origin for anything that is not a cluster. It may extend presets."""
-    return _cluster(_Source(origin, text))
 
 
 # What a file extends
