@@ -100,7 +100,7 @@ class Landed(NamedTuple):
     checksums: Checksums
 
 
-class Listing(Protocol):
+class MappedBoard(Protocol):
     """Where the owner finds blocks by key, and lists arriving ones: a board (``kvstore.board``)."""
 
     def map_for_owner(self) -> tuple[mmap.mmap, mmap.mmap]:
@@ -116,7 +116,7 @@ class NativeOwner:
     """Answers reads and writes of one segment. Keeps the mappings it works in alive."""
 
     def __init__(
-        self, library: ctypes.CDLL, segment: Segment, grants: mmap.mmap, listing: Listing | None, takes_puts: bool
+        self, library: ctypes.CDLL, segment: Segment, grants: mmap.mmap, listing: MappedBoard | None, takes_puts: bool
     ) -> None:
         """``grants`` is the table of epochs, one uint64 per block. Without a ``listing`` nothing can be found by key
         or put."""

@@ -23,7 +23,7 @@ from kvstore.segment import Segment, host_id
 from kvstore.transfer import protocol
 from kvstore.transfer.greeting import Door
 from kvstore.transfer.owner.grants import Grants
-from kvstore.transfer.owner.native_owner import Listing, NativeConnection, NativeOwner, load_owner
+from kvstore.transfer.owner.native_owner import MappedBoard, NativeConnection, NativeOwner, load_owner
 from kvstore.transfer.owner.server_connection import Counts, Put, ServerConnection, ServerStats
 from kvstore.transfer.owner.server_frames import FrameServer
 from kvstore.transfer.protocol import ProtocolViolation, Status
@@ -63,7 +63,7 @@ class SegmentServer:
         secret: str = "",
         credit_bytes: int = CREDIT_BYTES,
         is_native: bool = True,
-        listing: Listing | None = None,
+        listing: MappedBoard | None = None,
         on_put: Callable[[Put], object] | None = None,
         advertise: str = "",
     ) -> None:
