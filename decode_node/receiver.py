@@ -14,7 +14,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -150,7 +149,7 @@ class Receiver:
         self,
         handoff_id: str,
         epoch: int,
-        first_tokens: Rows[SampledToken],
+        first_tokens: list[SampledToken],
         expected_digest: int,
         num_exact: int | None = None,
     ) -> None:
@@ -306,7 +305,7 @@ def _check_open(handoff: Handoff) -> None:
         raise HandoffFailed(f"hand-off {handoff.handoff_id} has {handoff.outcome}")
 
 
-def _start(engine: Engine, entry: _OpenHandoff, first_tokens: Rows[SampledToken], num_exact: int | None) -> None:
+def _start(engine: Engine, entry: _OpenHandoff, first_tokens: list[SampledToken], num_exact: int | None) -> None:
     """On the engine's thread. A sequence that cannot start ends here: nobody else would free its blocks."""
     handoff = entry.handoff
     entry.sequence.reused.num_exact = num_exact

@@ -8,7 +8,6 @@ tokens whose KV stays exact: what follows them is neither shared nor stored. How
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Rows
 
 from kvstore.client.store_client import StoreClient
 from mooncake.engine.sequence import Sequence
@@ -103,7 +102,7 @@ class ApproximateKV:
 class BlendedPrompt:
     """The chunks of one prompt, and their blocks, retained between ``admitted`` and ``release``."""
 
-    def __init__(self, node: NodeResources, blend_chunks: BlendChunks, chunks: Rows[Chunk]) -> None:
+    def __init__(self, node: NodeResources, blend_chunks: BlendChunks, chunks: list[Chunk]) -> None:
         self._pool = node.host.engine.block_pool
         self._blend_chunks = blend_chunks
         self._chunks = chunks

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
 from itertools import repeat
 
 from mooncake.engine.cache.block_pool import BlockPool
@@ -150,7 +149,7 @@ class Engine:
         pages = [table[index] for table, span in zip(sequence.blocks.tables, spans, strict=True) for index in span]
         return Reservation(first_block, pages)
 
-    def start_reserved(self, request_id: str, first_tokens: Rows[SampledToken]) -> None:
+    def start_reserved(self, request_id: str, first_tokens: list[SampledToken]) -> None:
         """The KV of all its tokens is in place, and each of its answers begins with one of ``first_tokens``; the next
         step returns those tokens.
 

@@ -6,7 +6,6 @@ It knows neither how logits are computed nor what the next step is.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +68,7 @@ class OutputProcessor:
             self._output_search(self._searches.advance(search, search.take_candidates(self._sampler.score)))
 
     def append_sampled(
-        self, sequences: Rows[Sequence], tokens: Iterable[tuple[int, TokenLogprob | None]]
+        self, sequences: list[Sequence], tokens: Iterable[tuple[int, TokenLogprob | None]]
     ) -> list[Sequence]:
         """Append each sequence's token. Returns those that end with it, or cannot have it."""
         finished: list[Sequence] = []
@@ -83,7 +82,7 @@ class OutputProcessor:
                 finished.append(sequence)
         return finished
 
-    def start_answers(self, sequence: Sequence, first_tokens: Rows[SampledToken]) -> None:
+    def start_answers(self, sequence: Sequence, first_tokens: list[SampledToken]) -> None:
         """The prompt was computed by another engine, which also sampled the first token of each answer."""
         if sequence.is_beam:
             candidates = handed_candidates(first_tokens[0], sequence.sampling.logprobs)

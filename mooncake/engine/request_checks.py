@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
-
 from mooncake.engine.decoding.beam_search import handed_candidates
 from mooncake.engine.sequence import Sequence, SequenceState
 from mooncake.errors import InternalError, InvalidRequest
@@ -45,7 +43,7 @@ class RequestChecks:
             self._guides.compile(sequence.sampling.guide)
         sequence.limit_length(self._max_model_len)
 
-    def check_first_tokens(self, sequence: Sequence, tokens: Rows[SampledToken]) -> None:
+    def check_first_tokens(self, sequence: Sequence, tokens: list[SampledToken]) -> None:
         """Raises InvalidRequest when its answers cannot begin with these tokens."""
         expected = 1 if sequence.has_forked else sequence.sampling.num_answers
         if len(tokens) != expected:
