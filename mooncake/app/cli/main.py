@@ -22,7 +22,7 @@ from mooncake.app.cli.commands import Commands
 from mooncake.app.cli.config import Address, ConfigFile, HttpAddress, Overrides, address_of, http_url_of, load
 from mooncake.app.cli.foreign_flags import refuse_foreign_flags
 from mooncake.app.cli.load import load as load_command
-from mooncake.app.cli.serve import serve
+from mooncake.app.cli.serve import KINDS_OF_MODEL, serve
 from mooncake.app.cli.traces import AsJson, JitterMs, Limit, TokensPerBlock, TraceFile
 from mooncake.app.cli.traces import app as traces_app
 from mooncake.app.extras import MissingDependency
@@ -246,7 +246,7 @@ def calibrate(context: typer.Context) -> None:
 @app.command("key-scales")
 def key_scales(
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")],
-    model: Annotated[str, typer.Option(help="A folder, a .gguf file, or smollm2.")] = "smollm2",
+    model: Annotated[str, typer.Option(help=f"{KINDS_OF_MODEL}.")] = "smollm2",
     text: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text to measure on.", show_default="a module of Python's own")
     ] = None,
@@ -260,9 +260,7 @@ def key_scales(
 
 @variants_app.command("profile")
 def profile_variants(
-    sender: Annotated[
-        str, typer.Argument(metavar="SENDER", help="Model whose KV is read: a folder, a .gguf file, or smollm2.")
-    ],
+    sender: Annotated[str, typer.Argument(metavar="SENDER", help=f"Model whose KV is read. {KINDS_OF_MODEL}.")],
     receiver: Annotated[str, typer.Argument(metavar="RECEIVER", help="Model that reads it.")],
     out: Annotated[Path, typer.Option(metavar="FILE", help="File to write the profile to.")],
     prompts: Annotated[

@@ -9,12 +9,11 @@ import typer
 from mooncake.app.cli.config import ConfigFile, Overrides, load
 from mooncake.errors import ConfigError
 
+KINDS_OF_MODEL = "A folder, a .gguf file, OWNER/NAME as on Hugging Face, or smollm2"
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 NamedModel = Annotated[str | None, typer.Argument(metavar="MODEL", help="The same as --model.", show_default=False)]
-Model = Annotated[
-    str | None, typer.Option(help="A folder, a .gguf file, or smollm2.", show_default="from the configuration")
-]
+Model = Annotated[str | None, typer.Option(help=f"{KINDS_OF_MODEL}.", show_default="from the configuration")]
 Dtype = Annotated[
     str | None, typer.Option(help="float32, bfloat16, or auto, the faster one here.", show_default="float32")
 ]
