@@ -13,7 +13,7 @@ from tiny_model import write_tiny_model
 from decode_node.node import DecodeNode
 from kvstore.__main__ import build as build_store
 from mooncake.addresses import split_address
-from mooncake.app.cluster.compute_node import ComputeNode
+from mooncake.app.cluster.compute_node.node import ComputeNode
 from prefill_node.node import PrefillNode
 
 PROMPT = [7 * i % 101 + 1 for i in range(200)]

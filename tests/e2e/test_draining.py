@@ -13,7 +13,7 @@ from tiny_model import write_tiny_model
 from waiting import until
 
 from decode_node.node import DecodeNode
-from mooncake.app.cluster.compute_node import ComputeNode
+from mooncake.app.cluster.compute_node.node import ComputeNode
 from prefill_node.node import PrefillNode
 
 PROMPT = [7 * i % 101 + 1 for i in range(100)]

@@ -11,7 +11,7 @@ from in_process import InProcessCluster
 from tiny_model import write_tiny_model
 
 from decode_node.node import DecodeNode
-from mooncake.app.cluster.compute_node import ComputeNode
+from mooncake.app.cluster.compute_node.node import ComputeNode
 from prefill_node.node import PrefillNode
 
 TRAINED = 64  # tokens

@@ -33,7 +33,7 @@ NODE_BUILDERS = {
     "prefill": ("prefill_node.node", "PrefillNode"),
     "decode": ("decode_node.node", "DecodeNode"),
 }
-SWITCHABLE = ("mooncake.app.cluster.compute_node", "ComputeNode")
+SWITCHABLE = ("mooncake.app.cluster.compute_node.node", "ComputeNode")
 
 
 class RayNode:

@@ -1,10 +1,8 @@
-"""A node that can switch between prefill and decode.
+"""A node that can switch between prefill and decode: one engine, one paged cache, both services.
 
-``python -m mooncake.app.cluster.compute_node --set node.role=prefill`` starts one: a process with one engine, one paged
-cache and both services. Its role is the one it is registered with. A switch drains it (the conductor places nothing new
-on it), and registers it in the other role under a new incarnation. Weights and cached blocks stay in memory, and the
-prefix index finds the blocks again. A late call for the old role is still served, because both services are always
-running.
+Its role is the one it is registered with. A switch drains it (the conductor places nothing new on it), and registers it
+in the other role under a new incarnation. Weights and cached blocks stay in memory, and the prefix index finds the
+blocks again. A late call for the old role is still served, because both services are always running.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from collections.abc import Iterator
 from msgspec.structs import replace
 
 from decode_node.role import DecodeRole, open_segment
-from mooncake.app.cluster.role_main import run_role
 from mooncake.config import Config, EngineSection
 from mooncake.engine.backends.backend import CacheSize
 from mooncake.engine_node import EngineNode, NodeRole
@@ -116,7 +113,3 @@ def _section_for_both(prefill: EngineSection, decode: EngineSection) -> EngineSe
         max_sequences=max(prefill.max_sequences, decode.max_sequences),
         threads=max(prefill.threads, decode.threads),
     )
-
-
-if __name__ == "__main__":
-    run_role("compute", ComputeNode)
