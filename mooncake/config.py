@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from mooncake.api_keys import API_KEY_ENV, HIDDEN
 from mooncake.config_checks import check_values
 from mooncake.config_sections import (
+    BY_DEVICE,
     GENERATION_CONFIGS,
     TBT_ROOM,
     BlockSection,
@@ -39,6 +40,7 @@ from mooncake.config_sections import (
 from mooncake.errors import ConfigError
 
 __all__ = [
+    "BY_DEVICE",
     "GENERATION_CONFIGS",
     "TBT_ROOM",
     "BlockSection",
@@ -57,6 +59,7 @@ __all__ = [
     "dump_toml",
     "load_config",
     "masked",
+    "read_tree",
     "toml_value",
     "transfer_secret",
 ]
@@ -77,16 +80,7 @@ _SPELT = {"array": '; a list is written ["a", "b"]', "bool": "; it is true or fa
 def load_config(path: Path | None = None, overrides: list[str] | None = None) -> Config:
     """Read a TOML file (or only the defaults) and apply ``section.key=value`` overrides. ``~`` at the start of a path
     is this process's home. API keys in neither come from the environment. Raises ConfigError."""
-    tree: dict[str, object] = {}
-    if path is not None:
-        try:
-            tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
-        except OSError as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:  # it may nest too deeply, or hold a number of thousands of digits
-            raise ConfigError(f"{path} is not valid TOML: {error}") from None
-    for override in overrides or []:
-        _apply_override(tree, override)
+    tree = read_tree(path, overrides)
     _check_names(tree, Config, "")
     _expand_home(tree)
     try:
@@ -99,6 +93,21 @@ def load_config(path: Path | None = None, overrides: list[str] | None = None) ->
         config = replace(config, conductor=replace(config.conductor, api_keys=(key,)))
     check_values(config)
     return config
+
+
+def read_tree(path: Path | None, overrides: list[str] | None) -> dict[str, object]:
+    """What a file and overrides say, by section and key, unchecked. Raises ConfigError where they cannot be read."""
+    tree: dict[str, object] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:  # it may nest too deeply, or hold a number of thousands of digits
+            raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    for override in overrides or []:
+        _apply_override(tree, override)
+    return tree
 
 
 def masked(config: Config) -> Config:

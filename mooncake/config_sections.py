@@ -23,6 +23,8 @@ longest gaps come later, or before its first step."""
 # tokens, so that 2,048 keep it busy (fewer, where experts share them), and are short enough to compute beside decodes.
 CPU_CHUNK_TOKENS, GPU_CHUNK_TOKENS = 256, 2048
 CPU_SEQUENCES, GPU_SEQUENCES = 64, 256
+BY_DEVICE = {"chunk_tokens": -1, "max_sequences": 0}
+"""Settings of nodes that follow from their device, and the value that says so."""
 
 GENERATION_CONFIGS = ("auto", "none", "vllm")  # the last is vLLM's word for none
 
@@ -173,8 +175,8 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_memory_utilization: float = 0.0
     swap_gb: float = 0.25  # host memory for blocks of preempted sequences, where copying beats computing; 0: none
     # maximum prompt tokens per step, rounded to blocks; 0: whole prompts; -1: 256, on a GPU 2048
-    chunk_tokens: int = -1
-    max_sequences: int = 0  # running at once; 0: 64, on a GPU 256
+    chunk_tokens: int = BY_DEVICE["chunk_tokens"]
+    max_sequences: int = BY_DEVICE["max_sequences"]  # running at once; 0: 64, on a GPU 256
     tbt_limit_ms: float = 0.0  # prompts are cut so that steps with decodes take less; 0: by chunk_tokens alone
     speculative_tokens: int = 0  # maximum draft tokens per sequence and step; 0: none
     draft_model: str = ""  # model that proposes them, with the same vocabulary, as model.path; "": from earlier text
@@ -184,9 +186,9 @@ class EngineSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         """What follows from the device alone: a node and its conductor come to the same."""
         on_cpu = self.device == "cpu"
-        if self.chunk_tokens == -1:
+        if self.chunk_tokens == BY_DEVICE["chunk_tokens"]:
             force_setattr(self, "chunk_tokens", CPU_CHUNK_TOKENS if on_cpu else GPU_CHUNK_TOKENS)
-        if self.max_sequences == 0:
+        if self.max_sequences == BY_DEVICE["max_sequences"]:
             force_setattr(self, "max_sequences", CPU_SEQUENCES if on_cpu else GPU_SEQUENCES)
 
     @property

@@ -31,7 +31,10 @@ def _lines(settings: Iterable[Setting]) -> Iterator[str]:
             yield from ([""] if previous else []) + [f"[{section}]"]
             previous = section
         yield from (f"# {line}" for line in said.get(key, []))
-        yield f"{key} = {toml_value(setting.value)}"
+        if setting.by_device is None:
+            yield f"{key} = {toml_value(setting.value)}"
+        else:
+            yield f"{key} = {toml_value(setting.by_device)}  # {toml_value(setting.value)} on this device"
 
 
 def _comments(section: type) -> dict[str, list[str]]:

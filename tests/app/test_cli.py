@@ -277,10 +277,18 @@ def test_config_show_writes_a_file_that_means_the_same_and_explains_it(tmp_path:
     assert load_config(tmp_path / "c.toml") == load_config(None, changed)
     assert "\n# tokens of prompt plus answer; 0: the model's own\nmax_model_len = 0\n" in done.stdout
     prefill = done.stdout.partition("[prefill]")[2].partition("\n[")[0]
-    in_common = "\n# running at once; 0: 64, on a GPU 256\nmax_sequences = 64\n"
+    in_common = "\n# running at once; 0: 64, on a GPU 256\nmax_sequences = 0  # 64 on this device\n"
     assert in_common in prefill, "what prefill and decode nodes have in common"
     assert done.stdout.count("\n# ") > 110
     assert run("config", "show", "--toml", "--json").returncode == 2
+
+
+def test_a_saved_configuration_follows_its_device_when_that_is_changed(tmp_path: Path) -> None:
+    done = run("config", "show", "--toml", "--set", "prefill.chunk_tokens=512", "--set", "decode.max_sequences=0")
+    (tmp_path / "c.toml").write_text(done.stdout)
+    changed = load_config(tmp_path / "c.toml", ["prefill.device=cuda", "decode.device=cuda"])
+    assert (changed.prefill.chunk_tokens, changed.prefill.max_sequences) == (512, 256)
+    assert (changed.decode.chunk_tokens, changed.decode.max_sequences) == (2048, 256)
 
 
 def test_trace_stats_count_hits(tmp_path: Path) -> None:
