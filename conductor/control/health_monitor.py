@@ -12,6 +12,7 @@ import random
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -151,7 +152,8 @@ class HealthMonitor:
         channel = self._channels.get(info.control_address)
         check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]  # the package has no types
         response = await check(health_pb2.HealthCheckRequest(), timeout=self._section.probe_timeout_s)
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        # None: gRPC's word for bytes that are no message
+        return response is not None and bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _computes_in_time(self, info: NodeInfo) -> bool:
         """Whether the node computes a prompt that no cache has as fast as it used to."""
@@ -166,8 +168,9 @@ class HealthMonitor:
         )
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(info.control_address))
         begin = self._clock()
-        async for _ in stub.Run(request, timeout=self._section.probe_timeout_s):
-            pass
+        async for said in stub.Run(request, timeout=self._section.probe_timeout_s):
+            if cast(object, said) is None:
+                return False
         took_ms = (self._clock() - begin) * 1e3
         allowed = self._section.slow_ratio * cost.ms(PROBE_TOKENS, 0) + PROBE_MARGIN_MS
         return not cost.is_known or took_ms <= allowed

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from typing import cast
 
 import grpc
 
@@ -72,7 +73,8 @@ class ReplicaManager:
             request = replica_pb2.FetchRequest(source=source.info.control_address, keys=copy.keys)
             stub = ReplicaStub(self._channels.get(target.info.control_address))
             try:
-                held = (await stub.Fetch(request, timeout=self._timeout_s)).held
+                answer = await stub.Fetch(request, timeout=self._timeout_s)
+                held = 0 if cast(object, answer) is None else answer.held  # None: gRPC's word for bytes that are none
             except grpc.RpcError as error:
                 log.info("a hot prefix was not copied to %s: %s", copy.target, error)
         ok = held == len(copy.keys)

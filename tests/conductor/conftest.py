@@ -337,6 +337,11 @@ class Relay:
             self._server.close()
         await self.cut()
 
+    async def lead_to(self, port: int) -> None:
+        """Have whoever listens there answer in the node's place."""
+        self._target = port
+        await self.cut()
+
     async def cut(self) -> None:
         """Reset the connections that there are."""
         for writer in self._writers:

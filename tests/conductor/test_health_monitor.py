@@ -3,10 +3,12 @@
 import asyncio
 import logging
 import time
+from collections.abc import AsyncIterator
 
 import pytest
-from nonsense import Nonsense
+from nonsense import Garbler, Nonsense
 
+from conductor.control.health import PROBES_NEEDED
 from conductor.control.health_monitor import CORRUPT_COUNTER
 from conductor.core import TICK_S
 from conductor.registry import Fault, Health, NodeInfo, NodeState
@@ -126,6 +128,28 @@ async def test_a_node_that_does_not_answer_probes_is_suspected(cluster) -> None:
     await cluster.decode[1].relay.kill()  # it heartbeats, and nobody reaches it
     await cluster.eventually(lambda: cluster.core.health.tracker.state("d1") is not Health.HEALTHY, within_s=20)
     assert "probes" in cluster.core.registry.get("d1").health_reason
+
+
+@pytest.fixture
+async def garbler() -> AsyncIterator[Garbler]:
+    garbler = Garbler()
+    yield garbler
+    await garbler.stop()
+
+
+async def test_a_node_that_answers_probes_with_bytes_that_are_no_message_is_suspected(cluster, garbler) -> None:
+    await cluster.decode[1].relay.lead_to(await garbler.start())
+    await cluster.eventually(lambda: cluster.core.health.tracker.state("d1") is not Health.HEALTHY, within_s=20)
+    assert "probes" in cluster.core.registry.get("d1").health_reason
+
+
+async def test_bytes_that_are_no_message_bring_no_node_back(cluster, garbler) -> None:
+    """An isolated node is given a prompt to compute."""
+    for _ in range(2):
+        cluster.core.health.has_fault([cluster.core.registry.get("p0").info], Fault.CHECKSUM)
+    await cluster.prefill[0].relay.lead_to(await garbler.start())
+    await cluster.eventually(lambda: garbler.calls["Run"] > 2 * PROBES_NEEDED, within_s=20)
+    assert cluster.core.health.tracker.state("p0") is Health.ISOLATED
 
 
 async def test_a_node_that_leaves_is_not_suspected_and_told_as_one_that_left(cluster, caplog) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from nonsense import Garbler
 from store_alone import connect_store
 from waiting import until
 
@@ -102,3 +103,16 @@ async def test_a_copy_from_a_source_that_is_gone_is_harmless(pool: Pool) -> None
     pool.burst(30)
     await until(lambda: not pool.core.replica_manager._tasks)
     assert (pool.core.replica_manager.copied, await pool.holds(1)) == (0, 0)
+
+
+async def test_a_store_that_answers_with_bytes_that_are_no_message_is_harmless(pool: Pool) -> None:
+    garbler = Garbler()
+    try:
+        info = pool.core.registry.get("s1").info
+        pool.core.register(replace(info, control_address=f"127.0.0.1:{await garbler.start()}"), [])
+        pool.burst(30)
+        [copying] = pool.core.replica_manager._tasks
+        await copying
+        assert (garbler.calls["Fetch"], pool.core.replica_manager.copied) == (1, 0)
+    finally:
+        await garbler.stop()

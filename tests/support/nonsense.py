@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
 from enum import StrEnum
+from typing import Any
 
 import grpc
 
 from mooncake.rpc import common_pb2, decode_pb2, outputs_pb2, outputs_pb2_grpc
+
+NO_MESSAGE = b"\xff" * 8
 
 
 class Nonsense(StrEnum):
@@ -49,4 +53,30 @@ def add_outputs_servicer(servicer: outputs_pb2_grpc.OutputsServicer, server: grp
 
 def _bytes(batch: outputs_pb2.OutputBatch) -> bytes:
     is_garbage = any(output.decode.finish_reason == Nonsense.GARBAGE for output in batch.outputs)
-    return b"\xff" * 8 if is_garbage else batch.SerializeToString()
+    return NO_MESSAGE if is_garbage else batch.SerializeToString()
+
+
+class Garbler(grpc.GenericRpcHandler):
+    """Answers every call with bytes that are no message, and counts the calls by method."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._server = grpc.aio.server(handlers=(self,))
+
+    async def start(self) -> int:
+        """Returns its port."""
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return int(port)
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    def service(self, handler_call_details: Any) -> grpc.RpcMethodHandler[bytes, bytes]:
+        method = handler_call_details.method.rpartition("/")[2]
+
+        async def answer(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            self.calls[method] += 1
+            yield NO_MESSAGE
+
+        return grpc.stream_stream_rpc_method_handler(answer)  # the wire knows no other kind
