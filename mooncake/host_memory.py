@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import ParamSpec, TypeVar
@@ -38,6 +39,23 @@ def num_oom_kills(proc: Path = Path("/proc")) -> int:
             if row.startswith("oom_kill "):
                 return int(row.split()[1])
     return 0
+
+
+class RecentOomKills:
+    """Whether the system has lately killed somebody for lack of memory. Whoever wants to know looks often: a kill
+    counts from the look that first sees it."""
+
+    def __init__(self, recent_s: float, count: Callable[[], int] = num_oom_kills) -> None:
+        self._recent_s = recent_s
+        self._count = count
+        self._known = count()
+        self._seen_at = -math.inf
+
+    def look(self, now: float) -> bool:
+        """Whether there was one in the last ``recent_s``."""
+        if (number := self._count()) > self._known:
+            self._known, self._seen_at = number, now
+        return now - self._seen_at <= self._recent_s
 
 
 def check_free(num_bytes: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.errors import ConfigError
-from mooncake.host_memory import available_bytes
+from mooncake.host_memory import RecentOomKills, available_bytes
 from mooncake.model.pages import SharedMemory
 from mooncake.types import KVLayout
 
@@ -85,6 +85,16 @@ def test_the_tightest_group_decides_and_one_without_a_limit_does_not(tmp_path: P
         write(groups / inside / "memory.current", f"{5 * GB}")
         write(groups / inside / "memory.stat", "anon 1\n")
     assert available_bytes(proc, groups) == 0, "it holds more than it may, and none of it can go"
+
+
+def test_a_kill_for_lack_of_memory_explains_none_that_comes_much_later() -> None:
+    count = 3  # before anybody looked
+    kills = RecentOomKills(15, lambda: count)
+    assert not kills.look(100)
+    count += 1
+    assert [kills.look(at) for at in (105, 110, 120, 125)] == [True, True, True, False]
+    count += 1
+    assert kills.look(500)
 
 
 FREED = """

@@ -41,7 +41,7 @@ from mooncake.app.cluster.role_main import PARENT_ENV
 from mooncake.checkpoint import open_checkpoint
 from mooncake.config import Config, dump_toml
 from mooncake.errors import ConfigError, MooncakeError, NodeUnavailable
-from mooncake.host_memory import num_oom_kills
+from mooncake.host_memory import RecentOomKills
 from mooncake.sampling_defaults import overridden
 from mooncake.text.template_source import template_source
 from mooncake.tls import check_tls, tls_of
@@ -56,6 +56,8 @@ POLL_S = 0.05
 MIN_BACKOFF_S = 0.25
 MAX_BACKOFF_S = 10.0
 STABLE_S = 30.0  # a process that ran for so long restarts after the shortest pause
+OOM_KILL_RECENT_S = 15.0  # a process that the system kills for lack of memory may take seconds to give it back
+OOM_KILL_LOOK_S = 5.0
 LOG_LINES_KEPT = 40  # per process, to report why it died
 
 PACKAGES = {"conductor": "conductor", "store": "kvstore", "prefill": "prefill_node", "decode": "decode_node"}
@@ -165,6 +167,7 @@ class LocalCluster:
         self._was_ready = False
         self._fatal: asyncio.Future[MooncakeError] | None = None
         self._dead: set[int] = set()  # incarnations
+        self._oom_kills = RecentOomKills(OOM_KILL_RECENT_S)
         self._stopping = asyncio.Event()
 
     @property
@@ -220,6 +223,7 @@ class LocalCluster:
         self._fatal = asyncio.get_running_loop().create_future()
         self._config_fd = os.memfd_create("cluster.toml")
         os.pwrite(self._config_fd, dump_toml(self.config).encode(), 0)
+        self._watchers.append(asyncio.create_task(self._watch_memory(), name="watch for lack of memory"))
         for child in self.children.values():
             await self._spawn(child)
             self._watchers.append(asyncio.create_task(self._watch(child), name=f"watch {child.node_id}"))
@@ -298,16 +302,21 @@ class LocalCluster:
         environment = os.environ | {PARENT_ENV: str(os.getpid()), "OMP_NUM_THREADS": str(threads)}
         child.process = await self._start_module(self._package(child), arguments, environment)
 
+    async def _watch_memory(self) -> None:
+        while True:
+            self._oom_kills.look(time.monotonic())
+            await asyncio.sleep(OOM_KILL_LOOK_S)
+
     async def _watch(self, child: Child) -> None:
         """Supervise one child through all its restarts."""
         backoff_s = MIN_BACKOFF_S
         while True:
-            born, oom_kills = time.monotonic(), num_oom_kills()
+            born = time.monotonic()
             code = await self._live(child)
             if self._stopping.is_set():
                 return
             self._dead.add(child.incarnation)
-            error = _death(child, code, num_oom_kills() > oom_kills)
+            error = _death(child, code, self._oom_kills.look(time.monotonic()))
             # A configuration that once worked is not wrong: too little memory or a taken port may pass.
             is_final = isinstance(error, ConfigError) and not self._was_ready
             if is_final or not self._restart:
@@ -376,8 +385,8 @@ def _or_lose(tell: Callable[[str], None]) -> Callable[[str], None]:
 
 
 def _death(child: Child, code: int, was_short_of_memory: bool) -> MooncakeError:
-    """Why a process ended, with the last lines of its log if they say so. ``was_short_of_memory``: while it lived the
-    system has killed somebody for that."""
+    """Why a process ended, with the last lines of its log if they say so. ``was_short_of_memory``: the system has
+    lately killed somebody for that."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     if code == -signal.SIGKILL and was_short_of_memory:
         how += ", as the system does when memory runs out: lower kv_gb or dram_gb, or start fewer nodes"
