@@ -24,6 +24,7 @@ from mooncake.types import Role
 log = logging.getLogger(__name__)
 
 MOST_MESSAGES = 16384  # of one attempt, waiting for its client: no node sends as many after it was asked to hold
+MOST_DIGITS = 19  # of a batch's number
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ class NodeCall:
     async def _hear_to_the_end(self, stream: OutputStream, told: Iterable[tuple[str, str | bytes]] | None) -> None:
         """Return once everything has come that the node put into its stream before it ended the call."""
         last = str(dict(told or ()).get(LAST_BATCH_KEY))
-        if not last.isdecimal():  # it did not come so far
+        if not last.isdecimal() or len(last) > MOST_DIGITS:  # it did not come so far, or makes no sense
             return
         await stream.read_up_to(int(last))
         if self.role is Role.DECODE:

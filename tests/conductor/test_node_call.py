@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import grpc
 import pytest
 from waiting import until
 
@@ -100,6 +101,22 @@ async def test_a_call_ends_after_what_the_node_said_in_its_stream() -> None:
     stream.hear(said)
     stream.has_read.set()
     assert [await inbox.get(), await inbox.get()] == [(Role.DECODE, said), (Role.DECODE, CallEnded())]
+    call.close()
+
+
+class FailedCall(EndedCall):
+    async def __aiter__(self) -> Any:
+        told = grpc.aio.Metadata((LAST_BATCH_KEY, self._batch))
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), told, "no more")
+        yield
+
+
+@pytest.mark.parametrize("kind", [EndedCall, FailedCall])
+async def test_a_number_of_a_batch_that_makes_no_sense_is_none(kind: type[EndedCall]) -> None:
+    inbox = Inbox(4)
+    call = streamed_call(inbox, Stream(), kind(5000 * "9"))  # more than Python reads
+    _, ended = await asyncio.wait_for(inbox.get(), 5.0)
+    assert isinstance(ended, CallEnded) and (ended.error is None) is (kind is EndedCall)
     call.close()
 
 
