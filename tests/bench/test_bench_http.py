@@ -15,7 +15,7 @@ import pytest
 from tiny_model import write_tiny_model
 
 from mooncake.app.bench import http
-from mooncake.app.bench.load.http_client import ServedByHttp
+from mooncake.app.bench.load.http_client import ChatsByHttp, ServedByHttp
 from mooncake.errors import ConfigError, InternalError, NodeUnavailable
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -60,6 +60,17 @@ async def test_tokens_are_counted_by_usage_however_events_are_cut(monkeypatch: p
     assert b"authorization: bearer sesame" in got[0].lower()
     asked = json.loads(got[1])
     assert (asked["prompt"], asked["max_tokens"], asked["ignore_eos"]) == ([5, 6, 7], 4, True)
+
+
+async def test_a_chat_has_a_word_for_each_id_of_a_prompt() -> None:
+    async with answering(OK, piece(event(1) + "data: [DONE]\n\n") + END) as (served, got):
+        answer = await ChatsByHttp(served).ask([5, 6, 5], 1)
+
+    assert len(answer.token_times_s) == 1 and got[0].startswith(b"POST /v1/chat/completions ")
+    asked = json.loads(got[1])
+    [message] = asked["messages"]
+    first, second, third = message["content"].split()
+    assert (message["role"], asked["max_tokens"]) == ("user", 1) and first == third != second
 
 
 @pytest.mark.parametrize(
@@ -111,6 +122,13 @@ def test_a_cluster_and_a_coupled_node_get_the_same_load(tmp_path: Path) -> None:
     assert {(server, f"TTFT, {kind}", None) for server in servers for kind in ("cold", "repeated")} <= measured
     fronts = {row["subject"]: row for row in report["results"] if row["name"] == http.FRONT}
     assert fronts.keys() == {*servers} and all(row["streams"] == 32 and row["best"] > 0 for row in fronts.values())
+    shorts = {
+        (row["subject"], row["asked"], row["tokens"]): row["best"]
+        for row in report["results"]
+        if row["name"] == http.FRONT_REQUEST
+    }
+    kinds = (("completion", 1), ("chat", 1), ("chat", 2))
+    assert shorts.keys() == {(server, *kind) for server in servers for kind in kinds} and min(shorts.values()) > 0
     assert str(tmp_path) not in line.read_text(), "a path of this machine is in the line"
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from msgspec.structs import replace
 from rich.progress import Progress
 
-from mooncake.app.bench.load.http_client import ServedByHttp
+from mooncake.app.bench.load.http_client import ChatsByHttp, ServedByHttp
 from mooncake.app.bench.load.options import FIRST_TOKENS, LoadOptions, add_load_flags, load_options
 from mooncake.app.bench.load.traffic import Served, Traffic
 from mooncake.app.bench.peers.hf_folder import hf_folder
@@ -35,13 +35,18 @@ MODEL_NAME = "model"
 SPREAD = 0.5
 STREAMS, STREAM_PROMPT = 32, 16  # at once, and the tokens of their prompts, where the front's time is measured
 STREAM_ANSWERS = 4  # times ``--new`` tokens
+CLIENTS, REQUESTS = 16, 8  # at once, and of each one after the other, where the front's time for a request is measured
+COMPLETION, CHAT = "completion", "chat"
+SHORT = ((COMPLETION, 128, 1), (CHAT, 96, 1), (CHAT, 96, 2))  # tokens or words of prompts, tokens of answers
 SETTLE_S = 5.0  # after the start of ours, whose memory is provided meanwhile
-FRONT = "front, CPU a token"
+FRONT, FRONT_REQUEST = "front, CPU a token", "front, CPU a request"
 NOTES = (
     "output: tokens a second of all clients, each sending its next request when it has its answer",
     "prompts and answers are up to half longer or shorter",
     f"{FRONT}: processor time of the process that clients speak to (our conductor, vLLM's API server) for {STREAMS} "
     f"streams with prompts of {STREAM_PROMPT} tokens, from their requests to their ends, over all tokens",
+    f"{FRONT_REQUEST}: likewise, over requests of {CLIENTS} clients for one token to prompts of some 128, as ids or in "
+    "chats; in a cluster such a request goes to a prefill node alone, and one for two tokens to both nodes",
     "one server runs at a time, on all cores, which clients share; ratios of rates are better above 1, of times below",
 )
 
@@ -150,6 +155,9 @@ class _HttpBench:
         if served.pid:
             self._tell(served.name, turn, f"{STREAMS} streams")
             await self._measure_front(served, traffic)
+            self._tell(served.name, turn, "short answers")
+            for asked, length, new in SHORT:
+                await self._measure_front_request(served, traffic, asked, length, new)
         self._tell(served.name, turn, "long prompts")
         prompt = traffic.prompt(options.long_tokens)
         for kind in ("cold", "repeated"):
@@ -174,6 +182,17 @@ class _HttpBench:
         taken_s = cpu_s(served.pid) - before_s
         self.report.add_value(served.name, FRONT, "µs", 1e6 * taken_s / run.num_tokens, streams=STREAMS)
 
+    async def _measure_front_request(
+        self, served: ServedByHttp, traffic: Traffic, asked: str, prompt: int, new: int
+    ) -> None:
+        before_s = cpu_s(served.pid)
+        run = await traffic.closed_loop(
+            ChatsByHttp(served) if asked == CHAT else served, CLIENTS, REQUESTS, prompt, new
+        )
+        taken_s = cpu_s(served.pid) - before_s
+        value = 1e6 * taken_s / len(run.answers)
+        self.report.add_value(served.name, FRONT_REQUEST, "µs", value, asked=asked, tokens=new)
+
     def _tell(self, name: str, turn: int, what: str) -> None:
         tell(self.shown, f"turn {turn + 1} of {self.options.reps}: {name}, {what}")
 
@@ -186,3 +205,6 @@ def compare(report: Report, options: LoadOptions) -> None:
                 report.compare_subjects(f"{ratio}_{clients}_{ours}_vs_vllm", name, ours, VLLM, clients=clients)
         for ratio, name in (("front_cpu", FRONT), ("ttft", "TTFT, cold"), ("ttft_prefix", "TTFT, repeated")):
             report.compare_subjects(f"{ratio}_{ours}_vs_vllm", name, ours, VLLM)
+        for asked, _, new in SHORT:
+            ratio = f"front_{asked}_{new}_cpu_{ours}_vs_vllm"
+            report.compare_subjects(ratio, FRONT_REQUEST, ours, VLLM, asked=asked, tokens=new)
