@@ -36,7 +36,7 @@ class OutputStream:
         self._to_tell: asyncio.Queue[outputs_pb2.CollectRequest] = asyncio.Queue()  # of each listener, two at a time
         self._num_read = 0
         self._closed = False
-        self._has_read = asyncio.Event()
+        self._awaited: dict[int, asyncio.Event] = {}  # batches, by number: each wakes only those who wait for it
         self._call = OutputsStub(channel).Collect(self._requests())
         self._task = asyncio.create_task(self._read(), name=f"outputs of {peer}")
 
@@ -59,9 +59,8 @@ class OutputStream:
 
     async def read_up_to(self, number: int) -> None:
         """Return once this batch has been read, or the stream has ended."""
-        while self._num_read < number and not self._task.done():
-            self._has_read.clear()
-            await self._has_read.wait()
+        if self._num_read < number and not self._task.done():
+            await self._awaited.setdefault(number, asyncio.Event()).wait()
 
     async def close(self) -> None:
         self._closed = True
@@ -79,7 +78,8 @@ class OutputStream:
             end = await self._hear_all()
         finally:
             self._call.cancel()  # of one that lost something the rest would not be understood
-            asyncio.get_running_loop().call_soon(self._has_read.set)  # once this task is done
+            for read in self._awaited.values():
+                read.set()
         for hear in list(self._listeners.values()):
             hear(end)
 
@@ -96,7 +96,8 @@ class OutputStream:
                     if hear := self._listeners.get(output.handoff_id):
                         hear(output.decode if output.HasField("decode") else output.prefill)
                 self._num_read = batch.number
-                self._has_read.set()
+                for number in [number for number in self._awaited if number <= batch.number]:
+                    self._awaited.pop(number).set()
         except grpc.RpcError as error:
             return call_ended(error, self._peer)
         except asyncio.CancelledError:

@@ -141,6 +141,20 @@ async def test_whoever_waits_for_a_batch_has_heard_it_and_no_later_one() -> None
         assert [len(messages) for messages in heard.values()] == [2, 1]
 
 
+async def test_a_batch_wakes_nobody_who_waits_for_a_later_one() -> None:
+    node = Node(batch(1, "a"), batch(2, "a"))
+    async with hearing(node, "a") as (stream, _):
+        waiting = stream.read_up_to(2)
+        woken = waiting.send(None)
+        await stream.read_up_to(1)
+        assert not woken.done()
+        node.go_on.release()
+        await stream.read_up_to(2)
+        assert woken.done()
+        with pytest.raises(StopIteration):
+            waiting.send(None)
+
+
 async def test_at_its_end_everybody_is_told_and_nobody_waits_any_longer() -> None:
     async with hearing(Node(batch(1, "a", "gone")), "a", "b") as (stream, heard):
         await stream.read_up_to(7)
