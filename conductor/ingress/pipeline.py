@@ -231,25 +231,34 @@ class Pipeline:
         The first failure cancels all others and is raised. Raises like ``check_scores``.
         """
         with jobs[0].trace or NOT_TRACED:
-            await self._run(jobs, emit, asyncio.Semaphore(at_once))
+            self.check_scores(jobs)
+            deadline = max(job.request.deadline for job in jobs)
+            try:
+                # each answer ends at its deadline by itself; this ends those whose client has stopped reading
+                async with asyncio.timeout(deadline + 2 * DEADLINE_GRACE_S - self._clock()):
+                    if len(jobs) == 1:  # it needs no task of its own
+                        await self._run_one(0, jobs[0], emit)
+                    else:
+                        await self._run_together(jobs, emit, asyncio.Semaphore(at_once))
+            except TimeoutError:
+                raise DeadlineExceeded("the answer was not taken within the request's time") from None
 
-    async def _run(self, jobs: Sequence[Job], emit: Emit, places: asyncio.Semaphore) -> None:
-        self.check_scores(jobs)
-        deadline = max(job.request.deadline for job in jobs)
+    async def _run_together(self, jobs: Sequence[Job], emit: Emit, places: asyncio.Semaphore) -> None:
+        async def run_one(first: int, job: Job) -> None:
+            async with places:
+                await self._run_one(first, job, emit)
+
         first = 0
         try:
-            # each answer ends at its deadline by itself; this ends those whose client has stopped reading
-            async with asyncio.timeout(deadline + 2 * DEADLINE_GRACE_S - self._clock()), asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks:
                 for job in jobs:
-                    tasks.create_task(self._run_one(first, job, emit, places))
+                    tasks.create_task(run_one(first, job))
                     first += job.request.sampling.n
         except BaseExceptionGroup as failures:
             raise _first_leaf(failures) from None
-        except TimeoutError:
-            raise DeadlineExceeded("the answer was not taken within the request's time") from None
 
-    async def _run_one(self, first: int, job: Job, emit: Emit, places: asyncio.Semaphore) -> None:
-        async with places, contextlib.aclosing(self.stream(job)) as pieces:
+    async def _run_one(self, first: int, job: Job, emit: Emit) -> None:
+        async with contextlib.aclosing(self.stream(job)) as pieces:
             async for piece in pieces:
                 await emit(first + piece.choice, piece)
 

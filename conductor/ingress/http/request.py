@@ -58,19 +58,20 @@ def with_body(request: Request, body: bytes) -> Request:
 
 async def unless_gone(receive: Receive, work: Awaitable[None]) -> None:
     """Run ``work`` while the client is connected; cancel it and raise ClientGone when it disconnects."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.create_task(_until_gone(receive), name="watch the client")
     try:
-        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone("the client went away")
-        working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+        async with asyncio.timeout(None) as connected:
+            watching = asyncio.create_task(_end_when_gone(receive, connected), name="watch the client")
+            try:
+                await work
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if not connected.expired():
+            raise
+        raise ClientGone("the client went away") from None
 
 
-async def _until_gone(receive: Receive) -> None:
+async def _end_when_gone(receive: Receive, connected: asyncio.Timeout) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+    connected.reschedule(asyncio.get_running_loop().time())
