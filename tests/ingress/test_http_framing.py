@@ -594,6 +594,13 @@ async def test_those_of_a_prompt_do_not_block_it_in_a_stream_either(open_front, 
         assert front.tokenizer.named_in[0] != threading.current_thread().name
 
 
+@pytest.mark.parametrize(("template", "is_read"), [("", False), ("<think> </think>", True)])
+async def test_how_a_prompt_ends_is_looked_at_only_where_an_answer_may_reason_first(open_front, template, is_read):
+    async with open_front(template=template) as front:
+        assert (await front.http.post("/v1/chat/completions", json=CHAT)).status_code == 200
+        assert bool(front.tokenizer.named_in) is is_read
+
+
 async def test_a_comment_that_is_given_up_before_a_response_starts_does_not_count_as_its_start():
     sent, is_sending, may_send = [], asyncio.Event(), asyncio.Event()
 

@@ -122,9 +122,8 @@ class Intake:
         max_tokens = self.prompts.max_tokens(len(tokens), max_tokens, self.pipeline.model.sampling.max_tokens)
         bad_words = await self.prompts.bad_words(fields.bad_words or ())
         tokenizer = self.prompts.tokenizer
-        start = self.output_format.start(
-            tokenizer.decode(tokens[-PROMPT_END_TOKENS:], skip_special=False), conversation.opening
-        )
+        end = tokens[-PROMPT_END_TOKENS:] if self.output_format.has_reasoning else tokens[:0]
+        start = self.output_format.start(tokenizer.decode(end, skip_special=False), conversation.opening)
         with guide_named(fields.guide_field):
             sampling = sampling_of(fields, self.pipeline.model.sampling, max_tokens, logprobs, bad_words=bad_words)
             guide = sampling.guide
@@ -139,7 +138,9 @@ class Intake:
                 sampling = replace(sampling, guide=guide)
                 await self.prompts.check_guide(sampling.guide)
         budget = self._thinking_budget(fields.thinking_token_budget, start)
-        job = self.job(call, tokens, replace(sampling, thinking_budget=budget), number)
+        if budget is not None:
+            sampling = replace(sampling, thinking_budget=budget)
+        job = self.job(call, tokens, sampling, number)
         return replace(
             job, kept=self.output_format.markers(tools), parser=lambda: self.output_format.parser(tools, start)
         )
