@@ -54,10 +54,15 @@ def _unknown(value: object, kind: inspect.Type, path: str) -> Iterator[str]:
         case inspect.ListType(item_type=item) if isinstance(value, list):
             for part in value:
                 yield from _unknown(part, item, f"{path}[]")
-        case inspect.StructType(cls=form, fields=fields) if isinstance(value, dict):
-            known = {field.encode_name: field.type for field in fields}
-            for name in value.keys() - known.keys() - getattr(form, "without_effect", frozenset()):
+        case inspect.StructType(cls=form) if isinstance(value, dict):
+            for name in value.keys() - _known_names(form):
                 if FIELD_NAME.fullmatch(name):
                     yield f"{path}.{name}"
-            for name in value.keys() & known.keys():
-                yield from _unknown(value[name], known[name], f"{path}.{name}")
+            for name, inner in _nested_fields(form).items():
+                if name in value:
+                    yield from _unknown(value[name], inner, f"{path}.{name}")
+
+
+@functools.cache
+def _known_names(form: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(form.__struct_encode_fields__) | getattr(form, "without_effect", frozenset())
