@@ -14,6 +14,7 @@ from numbers import Integral, Real
 from mooncake.errors import InvalidRequest, shown
 
 MAX_TOKENS = 1 << 20  # of an answer
+DEFAULT_MAX_TOKENS = 16
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
@@ -88,7 +89,7 @@ class SamplingParams:
     that many are generated and the ``n`` most likely per token are kept.
     """
 
-    max_tokens: int = 16
+    max_tokens: int = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0: no limit

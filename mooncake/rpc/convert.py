@@ -11,7 +11,15 @@ import numpy as np
 from mooncake.errors import BrokenPeer, InvalidRequest, shown
 from mooncake.pooling import Pooling, Vector
 from mooncake.rpc import common_pb2 as pb
-from mooncake.sampling import BeamSearch, Guide, GuideKind, RepetitionDetection, SamplingParams, ThinkingBudget
+from mooncake.sampling import (
+    DEFAULT_MAX_TOKENS,
+    BeamSearch,
+    Guide,
+    GuideKind,
+    RepetitionDetection,
+    SamplingParams,
+    ThinkingBudget,
+)
 from mooncake.sampling_defaults import NEUTRAL, SamplingDefaults
 from mooncake.types import (
     BlockEvent,
@@ -97,7 +105,7 @@ def sampling_from_wire(message: pb.SamplingParams, model: SamplingDefaults = NEU
     values out of range."""
     defaults = NEUTRAL if message.HasField("beam_search") else model
     return SamplingParams(
-        max_tokens=_given(message, "max_tokens", SamplingParams().max_tokens),
+        max_tokens=_given(message, "max_tokens", DEFAULT_MAX_TOKENS),
         min_tokens=message.min_tokens,
         temperature=_given(message, "temperature", defaults.temperature),
         top_k=_given(message, "top_k", defaults.top_k),
