@@ -36,6 +36,7 @@ class HandoffSender:
         self._groups = node.host.cache_size.groups
         self._pages: list[int] = []  # page numbers that the decode node wants
         self._is_committed = False
+        self._decode_node = decode_pb2_grpc.DecodeStub(node.channels.get(request.decode_address))
         self.stream = WriteStream(f"hand-off {request.handoff_id}", self._layout, deadline.at_s, node.handoff_writer)
 
     async def open(self) -> None:
@@ -97,7 +98,3 @@ class HandoffSender:
             handoff_id=self._request.handoff_id, epoch=self._request.epoch, reason="prefill ended without a commit"
         )
         await self._node.closings.tell(self._request.decode_address, request)
-
-    @property
-    def _decode_node(self) -> decode_pb2_grpc.DecodeAsyncStub:
-        return decode_pb2_grpc.DecodeStub(self._node.channels.get(self._request.decode_address))

@@ -82,6 +82,11 @@ class WriteStream:
         """Its destination; None until it is open."""
         return self._destination.address if self._destination else None
 
+    @property
+    def is_written(self) -> bool:
+        """Whether everything is, so that ``close`` need not wait."""
+        return self.done.done() and self.done.exception() is None
+
     def push(self, blocks: LayerBlocks) -> bool:
         """Whether enough is pending for a turn."""
         with self._lock:

@@ -97,7 +97,10 @@ class PromptWrites:
     async def close_streams(self) -> None:
         """Return once no write is in progress."""
         for stream in self.streams:
-            await asyncio.to_thread(stream.close)
+            if stream.is_written:  # as nearly always
+                stream.close()
+            else:
+                await asyncio.to_thread(stream.close)
 
     def release_blocks(self, engine: Engine) -> None:
         """On the engine's thread, after ``close_streams``. Idempotent."""

@@ -184,13 +184,19 @@ async def test_whoever_no_longer_waits_cannot_take_the_end_from_the_writer(own: 
         waiting = asyncio.wrap_future(given_up.done)
         waiting.cancel()
         await asyncio.sleep(0)  # it tells the future that it waited for, at no particular moment
-        assert not given_up.done.cancelled()
+        assert not given_up.done.cancelled() and not given_up.is_written
         writer.kick(given_up)
         await asyncio.wait_for(asyncio.wrap_future(given_up.done), 60)
-        assert given_up.sent_bytes == memory.nbytes
+        assert given_up.sent_bytes == memory.nbytes and given_up.is_written
     finally:
         writer.stop()
         transfer.close()
+
+
+def test_a_stream_that_failed_may_have_a_write_in_progress() -> None:
+    stream = WriteStream("failed", LAYOUT, time.monotonic() + 300, None)  # type: ignore[arg-type]
+    stream.fail(HandoffFailed("no"))
+    assert not stream.is_written, "``close`` waits for it"
 
 
 @pytest.mark.timeout(120)
