@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from sweeps import mark_what_is_beyond_the_cover
 
 if TYPE_CHECKING:
     from mooncake.app.cluster.local import LocalCluster
@@ -67,7 +68,9 @@ def time_limit_s(item: pytest.Item) -> float:
     return float(marker.args[0] if marker else item.config.getini("timeout"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow ones are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_what_is_beyond_the_cover(items)
     items.sort(key=is_slow)  # stable: files and their tests stay in order
 
 

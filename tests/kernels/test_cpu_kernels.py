@@ -19,6 +19,8 @@ from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.pages import layer_pages
 from mooncake.precision import Coding, cpu_features
 
+pytestmark = pytest.mark.sweep
+
 PAGES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32 pages", "bf16 pages", "int8 pages"]
 )
