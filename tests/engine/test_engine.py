@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sweeps import rounds
 
 from mooncake.engine.cache.kv_cache import KVCache
 from mooncake.engine.contract import EngineConfig
@@ -647,7 +648,7 @@ def test_the_load_adds_up() -> None:
 # Everything at once
 
 
-@pytest.mark.parametrize("round_", range(6))
+@pytest.mark.parametrize("round_", rounds(6, quick=2))
 def test_a_random_life_of_an_engine_ends_with_right_answers_and_no_block_missing(round_: int) -> None:
     """Arrivals, aborts, hand-offs and loads that fail, in an engine that is short of blocks."""
     seed = np.random.SeedSequence().entropy

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from sweeps import rounds
 
 from mooncake.engine.contract import AsyncModel, StepOutput
 from mooncake.engine.engine import Engine
@@ -299,7 +300,7 @@ SAMPLINGS = (
 )
 
 
-@pytest.mark.parametrize("round_", range(6))
+@pytest.mark.parametrize("round_", rounds(6, quick=2))
 def test_a_random_life_gives_the_tokens_of_an_engine_that_never_overlaps(round_: int) -> None:
     """Computed and handed-over prompts, several answers, stops, aborts, and too few blocks."""
     seed = np.random.SeedSequence().entropy

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sweeps import rounds
 
 from mooncake.engine.cache.block_contents import BlockContents
 from mooncake.engine.engine import Engine
@@ -149,7 +150,7 @@ def test_another_tenant_shares_no_part() -> None:
     assert sequence.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("round_", range(12))
+@pytest.mark.parametrize("round_", rounds(12, quick=4))
 def test_a_random_life_of_prompts_that_begin_alike(round_: int) -> None:
     rng = random.Random(round_)
     stem = random_prompt(40, round_)

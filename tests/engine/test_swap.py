@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from sweeps import rounds
 
 from mooncake.engine.cache.swap import SwapSpace
 from mooncake.engine.engine import Engine
@@ -67,7 +68,7 @@ def test_it_is_computed_again_where_that_is_cheaper() -> None:
     assert space.allocate(6, 1000) == [], "there is no room"
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", rounds(12, quick=4))
 def test_no_answer_changes_and_nothing_leaks_whatever_comes_and_goes(seed: int) -> None:
     """Several answers, beams, speculation, aborts, priorities; tight blocks and tighter places."""
     rng = random.Random(seed)

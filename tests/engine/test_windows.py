@@ -168,6 +168,7 @@ def seen_behind(num_blocks: int, groups: PageGroups) -> set[tuple[int, int]]:
 # Whatever comes and goes
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("windows", "rows"), [(HYBRID, ()), (LOCAL, ()), (HYBRID, (2, 1, 1, 1, 2, 1))], ids=["hybrid", "local", "rows"]
 )

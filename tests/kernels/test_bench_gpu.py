@@ -270,16 +270,20 @@ def test_a_part_that_takes_too_long_is_interrupted_and_keeps_what_it_had_found(t
 
 
 def test_a_fault_of_the_gpu_fails_one_test_and_not_those_that_its_process_would_have_taken(tmp_path: Path) -> None:
-    """Here torch only says that there is a GPU, and that it has failed."""
+    """What is called torch here only says that there is a GPU, and that it has failed."""
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    (tmp_path / "torch.py").write_text(
+        "from types import SimpleNamespace\n"
+        "available = {'is_available': lambda: True, 'is_initialized': lambda: True, 'synchronize': lambda: None}\n"
+        "cuda = SimpleNamespace(**available)\n"
+    )
     (tmp_path / "conftest.py").write_text(
-        "import importlib.util, torch\n"
+        "import importlib.util, sys\n"
+        f"sys.path.append({str(bench_gpu.ROOT / 'tests' / 'support')!r})\n"
         f"ours = importlib.util.spec_from_file_location('ours', {str(bench_gpu.ROOT / 'tests' / 'conftest.py')!r})\n"
         "module = importlib.util.module_from_spec(ours)\n"
         "ours.loader.exec_module(module)\n"
         "pytest_runtest_protocol = module.pytest_runtest_protocol\n"
-        "torch.cuda.is_initialized = lambda: True\n"
-        "torch.cuda.synchronize = lambda: None\n"
     )
     (tmp_path / "test_on_a_gpu.py").write_text(
         "import pytest, torch\n"

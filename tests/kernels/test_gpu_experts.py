@@ -60,6 +60,7 @@ def tokens(dtype: torch.dtype, count: int, hidden: int) -> tuple[torch.Tensor, t
     return rows.to(DEVICE), chosen.to(DEVICE), shares.to(DEVICE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("bounds", [None, BOUNDS], ids=["SwiGLU", "with biases and bounds"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("count", "hidden", "inner"), [(1, 64, 96), (20, 200, 33), (70, 64, 96)])

@@ -34,6 +34,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return Published(request.param, tmp_path_factory.mktemp(request.param), ALIBI)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])
 def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool) -> None:
     """Prompts in chunks, then all in one batch."""

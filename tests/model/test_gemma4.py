@@ -42,6 +42,7 @@ def greedy(folder: Published, **how: Any) -> list[list[int]]:
     return answers_of(folder.checkpoint, PROMPTS, **how)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])
 def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool) -> None:
     found = greedy(published, use_reference=use_reference)
@@ -64,6 +65,7 @@ GROUPS = {  # windows, rows of layers with KV of their own, rows of a page, empt
 }
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("settings", [{}, {"kv_dtype": "int8"}, {"num_drafts": 3}], ids=["fp32", "int8", "drafts"])
 @pytest.mark.parametrize("family", GROUPS)
 def test_an_engine_keeps_windows_and_finds_prefixes(family: str, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def either(request: pytest.FixtureRequest, models: dict[str, Model]) -> Model:
 CUTS = {"whole": 0, "inside blocks": 5, "three blocks": 24}  # the last is both: several borders, and what goes on
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kernels", [reference, None], ids=["reference", "chosen"])
 @pytest.mark.parametrize(
     ("name", "chunk_tokens"),
@@ -140,6 +141,7 @@ def test_states_are_exact_beside_kv_of_any_type(model: Model, dtype: str) -> Non
 # What is found in the cache
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("length", [7, 8, 9, 16, 47, 48, 49])
 def test_a_prompt_goes_on_behind_the_last_border_before_its_last_token(either: Model, length: int) -> None:
     """A state has taken the last token in already, so a prompt that is cached to its end begins a block before."""
@@ -158,6 +160,7 @@ def test_a_prompt_goes_on_behind_the_last_border_before_its_last_token(either: M
     assert asked.num_cached_tokens == (length + 11) // BLOCK * BLOCK
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("shared", [8, 13, 24, 40])
 def test_prompts_share_what_they_have_in_common(either: Model, shared: int) -> None:
     engine, head = hybrid_engine(either.folder), prompt_of(48)
@@ -173,6 +176,7 @@ def test_prompts_share_what_they_have_in_common(either: Model, shared: int) -> N
 # Preemption, forks and beams
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_places", [0, 300], ids=["recomputed", "swapped"])
 def test_preempted_sequences_go_on_as_they_were(either: Model, num_places: int) -> None:
     engine = hybrid_engine(
@@ -188,6 +192,7 @@ def test_preempted_sequences_go_on_as_they_were(either: Model, num_places: int) 
     assert engine.block_pool.num_in_use == 0
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("length", [15, 16, 17, 20])
 def test_several_answers_each_go_on_with_a_state_of_their_own(either: Model, length: int) -> None:
     together, alone = hybrid_engine(either.folder), hybrid_engine(either.folder)
@@ -216,6 +221,7 @@ def test_beams_are_the_same_under_pressure(model: Model, num_places: int) -> Non
 # Steps that are abandoned
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("chunk_tokens", [5, 24])
 def test_a_step_that_is_abandoned_leaves_states_as_they_were(either: Model, chunk_tokens: int) -> None:
     """Steps are mixed: decodes within blocks, chunks that end within blocks, and such that cross borders."""

@@ -58,6 +58,7 @@ def test_int8_weights_are_those_of_transformers_rounded_row_by_row(name: str, tm
     assert found == their_answers(theirs, found) != plain
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("settings", [{"coding": "w8a8"}, {"keeps_groups": "a8"}], ids=["w8a8", "stored_a8"])
 @pytest.mark.parametrize("name", SIZES)
 def test_activations_meet_codes_as_defined(name: str, settings: dict[str, Any], tmp_path: Path) -> None:

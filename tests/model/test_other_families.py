@@ -39,6 +39,7 @@ def answers(
     return greedy_answers(engine, prompts, NEW_TOKENS)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("use_reference", [True, False], ids=["reference", "chosen"])
 def test_tokens_are_theirs_one_for_one(published: Published, use_reference: bool) -> None:
     random = np.random.default_rng(4)

@@ -34,6 +34,11 @@ def mark_what_is_beyond_the_cover(items: Sequence[pytest.Item]) -> None:
                 test.add_marker(pytest.mark.slow)
 
 
+def rounds(count: int, quick: int) -> list[Any]:
+    """Numbers of random runs that differ in nothing else; all but the first ``quick`` are slow."""
+    return [*range(quick), *(pytest.param(number, marks=pytest.mark.slow) for number in range(quick, count))]
+
+
 def cover(given: Sequence[Combination], strength: int = 2) -> set[int]:
     """Numbers of combinations in which all sets of ``strength`` values occur that occur together in any.
 
