@@ -13,6 +13,7 @@ from mooncake.app.bench import pipeline
 from mooncake.errors import ConfigError
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two stages want two cores")
 def test_it_measures_stages_beside_one_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")

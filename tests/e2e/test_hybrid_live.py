@@ -60,7 +60,9 @@ async def nodes(tmp_path: Path) -> AsyncIterator[tuple[Nodes, Any]]:
         yield nodes, model
 
 
-@pytest.mark.parametrize("length", [95, 96, 97])
+@pytest.mark.parametrize(
+    "length", [pytest.param(95, marks=pytest.mark.slow), 96, pytest.param(97, marks=pytest.mark.slow)]
+)
 async def test_of_states_one_is_handed_over_and_one_is_stored(
     nodes: tuple[Nodes, Any], tmp_path: Path, length: int
 ) -> None:

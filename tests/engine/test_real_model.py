@@ -74,7 +74,7 @@ def add_all(engine: Engine, prompts: dict[str, list[int]]) -> None:
         engine.add(sequence(f"~{name}", prompt, SAMPLED))
 
 
-@pytest.mark.parametrize("chunk_tokens", [64, pytest.param(256, marks=pytest.mark.slow), 0])
+@pytest.mark.parametrize("chunk_tokens", [64, *(pytest.param(count, marks=pytest.mark.slow) for count in (256, 0))])
 def test_a_batch_gives_what_each_request_gets_alone(
     model: CausalLM,
     checkpoint: Checkpoint,

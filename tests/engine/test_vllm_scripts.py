@@ -389,21 +389,26 @@ def test_adapters_are_loaded_when_they_are_first_named(family: str, shape: dict[
     merged = {name: write_adapter(tmp_path / name, base, seed=i) for i, name in enumerate(("one", "two", "three"))}
     merged[""] = base
     prompt, sampling = list(range(5, 30)), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    expected = {name: greedy(model, prompt, 8) for name, model in merged.items()}
     requests = {name: LoRARequest(name, 1, str(tmp_path / name)) if name else None for name in merged}
     with LLM(str(tmp_path), kv_gb=0.01, block_tokens=8, adapters={"one": str(tmp_path / "one")}) as tiny:
         for names in (["two"], ["three", "", "one", "two"], ["two", "three"]):
             answers = tiny.generate([prompt] * len(names), sampling, lora_request=[requests[name] for name in names])
             for name, answer in zip(names, answers, strict=True):
-                assert answer.token_ids == greedy(merged[name], prompt, 8), name
+                assert answer.token_ids == expected[name], name
         [by_name] = tiny.generate([prompt], sampling, adapter="three")
-        assert by_name.token_ids == greedy(merged["three"], prompt, 8)
+        assert by_name.token_ids == expected["three"]
         with pytest.raises(ModelError, match="cannot read"):
             tiny.generate([prompt], sampling, lora_request=LoRARequest("gone", 1, str(tmp_path / "gone")))
+
+
+def test_ranks_load_no_adapter(tmp_path: Path) -> None:
+    write_adapter(tmp_path / "one", write_tiny_model(tmp_path))
     with (
         LLM(str(tmp_path), kv_gb=0.01, tensor_parallel_size=2) as cut,
         pytest.raises(ModelError, match="computed by one process"),
     ):
-        cut.generate([prompt], sampling, lora_request=requests["two"])
+        cut.generate([[5, 6]], SamplingParams(max_tokens=1), lora_request=LoRARequest("one", 1, str(tmp_path / "one")))
 
 
 def test_a_conversation_that_was_rendered_elsewhere_is_warned_of(llm: LLM) -> None:

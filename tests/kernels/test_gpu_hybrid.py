@@ -95,7 +95,8 @@ def test_replayed_steps_over_groups_of_pages_give_the_tokens_of_transformers(nam
     assert engine._overlap is None and engine.block_pool.num_in_use == 0
 
 
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("granite-4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "granite-4"])
 def test_all_layers_may_be_one_group_and_hits_and_turns_go_on_behind_a_border(name: str, tmp_path: Path) -> None:
     theirs = write_hybrid(name, tmp_path)
     engine, _ = gpu_engine(tmp_path, has_groups=False)
@@ -108,7 +109,8 @@ def test_all_layers_may_be_one_group_and_hits_and_turns_go_on_behind_a_border(na
         assert asked.num_cached_tokens == cached
 
 
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("qwen3.5", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "qwen3.5"])
 def test_several_answers_each_go_on_with_a_state_of_their_own(name: str, tmp_path: Path) -> None:
     write_hybrid(name, tmp_path)
     engine, _ = gpu_engine(tmp_path, (1, 2))

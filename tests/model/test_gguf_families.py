@@ -75,6 +75,19 @@ def unfused(weights: Weights) -> Weights:
     return found
 
 
+WITH_TOKENS = (
+    *("gpt-oss", "mixtral", "qwen2-moe", "gemma3", "gemma4-unified", "deepseek-v3", "glm-4.7-flash"),
+    *("phi4-mini", "granite-moe", "granite-4", "gpt2", "bloom", "falcon-40b", "olmo2"),
+)
+"""Of the other families the two tests above say it: the same model, whose tokens are compared as a folder's."""
+
+
+@pytest.mark.parametrize(
+    "converted",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in WITH_TOKENS)) for name in CHANGES],
+    indirect=True,
+    scope="module",
+)
 def test_its_tokens_are_those_of_transformers(converted: Converted) -> None:
     found = greedy(converted.checkpoint)
     assert found == converted.greedy_all(PROMPTS, found)
@@ -98,6 +111,7 @@ QUANTISED = (
 )
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("keeps_groups", ["exact", ""], ids=["codes", "values"])
 @pytest.mark.parametrize("family", QUANTISED)

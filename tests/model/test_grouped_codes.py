@@ -88,7 +88,7 @@ def test_a_real_model_of_codes_gives_the_bits_of_its_values(dtype: str) -> None:
     assert weight_bytes(coded) < (0.21 if dtype == "float32" else 0.42) * weight_bytes(plain)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_a_real_model_whose_codes_meet_codes_is_nearly_as_good_and_the_same_in_every_batch(dtype: str) -> None:
     checkpoint = open_checkpoint("smollm2")
     text = "The capital of France is Paris, and the capital of Italy is Rome. " * 3

@@ -14,6 +14,7 @@ from mooncake.model import CausalLM, ForwardBatch, NoHook, load_model
 from mooncake.model.reading.weights import load_weights
 from mooncake.precision import FLOAT32
 
+SLOW = pytest.mark.slow
 BLOCK_TOKENS = 64
 PROMPTS = [
     "The capital of France is",
@@ -97,7 +98,11 @@ class OneSequence:
         return tokens
 
 
-@pytest.mark.parametrize("text", PROMPTS, ids=["capital", "code", "long"])
+@pytest.mark.parametrize(
+    "text",
+    [PROMPTS[0], pytest.param(PROMPTS[1], marks=SLOW), pytest.param(PROMPTS[2], marks=SLOW)],
+    ids=["capital", "code", "long"],
+)
 def test_greedy_text_is_theirs(checkpoint: Checkpoint, model: CausalLM, theirs: LlamaForCausalLM, text: str) -> None:
     prompt = [int(token) for token in checkpoint.load_tokenizer().encode(text)]
     ours = OneSequence(model, len(prompt) + 32)
@@ -105,7 +110,10 @@ def test_greedy_text_is_theirs(checkpoint: Checkpoint, model: CausalLM, theirs: 
     assert tokens == greedy(theirs, prompt, 32, tokens)
 
 
-@pytest.mark.parametrize(("chunk", "length"), [(1, BLOCK_TOKENS + 6), (7, None), (64, None), (100, None)])
+@pytest.mark.parametrize(
+    ("chunk", "length"),
+    [pytest.param(1, BLOCK_TOKENS + 6, marks=SLOW), pytest.param(7, None, marks=SLOW), (64, None), (100, None)],
+)
 def test_chunks_change_no_bit(checkpoint: Checkpoint, model: CausalLM, chunk: int, length: int | None) -> None:
     prompt = [int(token) for token in checkpoint.load_tokenizer().encode(PROMPTS[2])][:length]
     assert len(prompt) > max(2 * chunk, BLOCK_TOKENS)
