@@ -553,7 +553,8 @@ def test_ctrl_c_ends_a_command_and_its_processes_without_a_traceback(tmp_path: P
     wait_until(lambda: all(is_gone(pid) for pid in workers))
 
 
-SERVE = ("serve", "--http-port", "0", "--grpc-port", "0", "--set", "store.dram_gb=0.5")
+SMALL_CACHES = [f"--set={size}=0.3" for size in ("prefill.kv_gb", "decode.kv_gb", "store.dram_gb")]
+SERVE = ("serve", "--http-port", "0", "--grpc-port", "0", *SMALL_CACHES)
 
 
 @contextlib.contextmanager

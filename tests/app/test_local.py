@@ -46,6 +46,7 @@ def command_of(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_text()
 
 
+@pytest.mark.slow
 async def test_it_answers_and_leaves_nothing_behind() -> None:
     told: list[str] = []
     shared = [f"{role}.threads={available_cores()}" for role in ("prefill", "decode")]

@@ -33,6 +33,7 @@ SHAPE = Shape(layers=12, hidden=64, heads=2, intermediate=96, window=4, length=6
 CORPUS = Corpus.of("No needle is in this haystack of plain words, however long one looks for it. " * 20)
 
 
+@pytest.mark.slow
 def test_it_trains_once_and_tells_losses_needles_and_bytes(tmp_path: Path) -> None:
     line, models = tmp_path / "line.json", tmp_path / "models"
     arguments = [*SMALL, "--models", str(models), "--json", str(line)]

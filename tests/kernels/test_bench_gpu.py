@@ -81,6 +81,7 @@ def test_another_run_keeps_what_it_does_not_measure_anew(tmp_path: Path) -> None
     assert report["notes"].count("measured with other code or on another GPU: hand-off") == 1
 
 
+@pytest.mark.slow
 def test_what_another_gpu_has_measured_is_measured_again(tmp_path: Path) -> None:
     """Its limits are no limits here."""
     file = tmp_path / "gpu.json"
@@ -108,6 +109,7 @@ def test_a_part_that_finds_nothing_leaves_what_was_found_before_and_says_why(tmp
     assert part["ratios"] == {"a": 0.9} and part["code"] == limits["code"] == "another"
 
 
+@pytest.mark.slow
 def test_without_limits_the_other_parts_run_and_say_what_they_are_compared_with(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
     run = bench_gpu._Run(argparse.Namespace(resume=False, out=file, tiny=True, reps=1))
@@ -130,6 +132,7 @@ def test_an_output_that_is_no_number_fails_a_part_and_its_results_can_be_read() 
     assert msgspec.json.decode(encoded, type=PartResult).ratios == {"norm_error": 0.0}
 
 
+@pytest.mark.slow
 def test_what_is_tried_is_kept_at_once_as_a_crash_leaves_no_time_for_it(tmp_path: Path) -> None:
     """A process that waits in the driver for a kernel that never ends hears no signal but the last."""
     found = tmp_path / "part.json"
@@ -312,6 +315,7 @@ def test_without_a_gpu_it_says_so_in_one_sentence(command: list[str], status: in
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_what_a_machine_without_packages_gets_is_all_that_the_benchmark_imports() -> None:
     makefile = (bench_gpu.ROOT / "Makefile").read_text()
     [given] = re.findall(r"^GPU_NEEDS \?= ((?:.*\\\n)*.*)", makefile, re.MULTILINE)

@@ -14,6 +14,7 @@ import pytest
 from kvstore.transfer import native
 
 ROOT = Path(__file__).parents[2]
+SLOW = pytest.mark.slow
 LOAD_BOTH = (
     "from kvstore.transfer.owner.native_owner import load_owner; from kvstore.board.library import load_board; "
     "assert load_owner() and load_board()"
@@ -24,7 +25,7 @@ LOAD_BOTH = (
     ("source", "line", "changed"),
     [
         ("board/board.h", "kGifts = 8;", "kGifts = 16;"),
-        ("board/board.h", "uint16_t ranges, name_bytes;", "uint32_t ranges, name_bytes;"),
+        pytest.param("board/board.h", "uint16_t ranges, name_bytes;", "uint32_t ranges, name_bytes;", marks=SLOW),
         ("transfer/wire.cpp", "kMaxAhead = 64;", "kMaxAhead = 65;"),
     ],
 )

@@ -138,7 +138,12 @@ def test_latent_attention_is_quantised_too(keeps_groups: KeptGroups, tmp_path: P
 
 @pytest.mark.parametrize(
     ("family", "kind", "tensors_a_file"),
-    [("gemma3", Kind.F32, 1), ("qwen3-moe", Kind.Q8_0, 7), ("granite-moe", Kind.F16, 11), ("phi3", Kind.Q8_0, 2)],
+    [
+        ("gemma3", Kind.F32, 1),
+        pytest.param("qwen3-moe", Kind.Q8_0, 7, marks=pytest.mark.slow),
+        pytest.param("granite-moe", Kind.F16, 11, marks=pytest.mark.slow),
+        ("phi3", Kind.Q8_0, 2),
+    ],
 )
 def test_a_model_in_parts_gives_the_tokens_of_the_whole(
     family: str, kind: Kind, tensors_a_file: int, tmp_path: Path
