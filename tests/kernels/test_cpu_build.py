@@ -48,7 +48,7 @@ def test_processes_that_start_together_build_one_library_and_later_ones_find_it(
         ({"PATH": "/nowhere"}, "install g++"),
         ({"CXX": "/bin/false"}, "false failed"),
         ({"CXXFLAGS": "-fno-such"}, "-fno-such"),
-        ({"CXXFLAGS": "-Dstruct=class"}, " error: "),
+        pytest.param({"CXXFLAGS": "-Dstruct=class"}, " error: ", marks=pytest.mark.slow),
         ({"XDG_CACHE_HOME": "/proc/nowhere"}, "set XDG_CACHE_HOME"),
     ],
     ids=["no compiler", "broken compiler", "a flag that it does not know", "a header with an error", "no place"],

@@ -136,7 +136,8 @@ def test_swapped_sequences_go_on_as_they_were(name: str, tmp_path: Path) -> None
     assert engine.load().swapped_blocks
 
 
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("nemotron-h", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", "nemotron-h"])
 def test_a_step_that_is_abandoned_leaves_states_as_they_were(name: str, tmp_path: Path) -> None:
     theirs = write_hybrid(name, tmp_path)
     engine, hook = gpu_engine(tmp_path, chunk_tokens=10)[0], Failing(1)

@@ -456,7 +456,7 @@ DENSE = LATENT | {"routing": Routing(dense_layers=(0, 1), expert_size=0, scoring
         ("llama", WINDOWED, GREEDY),
         pytest.param("llama", WINDOWED, DRAWN, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", DENSE, GREEDY, marks=pytest.mark.slow),
-        ("qwen3_moe", FAMILIES["qwen3_moe"], GREEDY),
+        pytest.param("qwen3_moe", FAMILIES["qwen3_moe"], GREEDY, marks=pytest.mark.slow),
         pytest.param("gpt_oss", FAMILIES["gpt_oss"], GREEDY, marks=pytest.mark.slow),
     ],
 )
