@@ -19,8 +19,6 @@ from mooncake.kernels.grouped import GroupedCodes
 from mooncake.model.pages import layer_pages
 from mooncake.precision import Coding, cpu_features
 
-pytestmark = pytest.mark.sweep
-
 PAGES = pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.int8], ids=["fp32 pages", "bf16 pages", "int8 pages"]
 )
@@ -166,6 +164,7 @@ PARTS = [(300, 1), (0, 40), (5, 2), (2100, 3)]
 LONG = pytest.param(MIXED, marks=pytest.mark.slow)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
 @PAGES
 @pytest.mark.parametrize(
@@ -185,6 +184,7 @@ def test_attention_is_the_reference(
     torch.testing.assert_close(batch.attend(cpu), batch.attend(reference), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, PARTS, LONG], ids=["prefill", "chunks", "parts", "mixed"])
 @PAGES
 @pytest.mark.parametrize(("num_kv_heads", "group"), [(1, 8), (4, 8)])
@@ -207,6 +207,7 @@ def test_heads_of_512_that_take_parts_of_several_rows_of_a_page(
     assert torch.equal(found, batch.attend(cpu))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lengths", [CHUNKS, PARTS, LONG], ids=["chunks", "parts", "mixed"])
 @PAGES
 @pytest.mark.parametrize(("group", "head_dim"), [(1, 48), (16, 576), (128, 96)])
@@ -321,6 +322,7 @@ def test_far_into_a_context_distances_are_as_exact(cpu: CpuKernels, new: int, dt
         torch.testing.assert_close(batch.attend(kernels), alone.attend(reference), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @PAGES
@@ -429,6 +431,7 @@ def test_a_chunk_cut_elsewhere_changes_no_bit(cpu: CpuKernels, dtype: torch.dtyp
     assert_cuts_change_no_bit(cpu, ragged([(100, 90)], dtype=dtype), 0, (30, 77))
 
 
+@pytest.mark.sweep
 @PAGES
 @pytest.mark.parametrize("window", [0, 70, 400, -64])
 @pytest.mark.parametrize("block_tokens", [16, 64])
@@ -442,6 +445,7 @@ def test_a_token_alone_has_the_bits_that_it_has_in_a_chunk(
     assert_cuts_change_no_bit(cpu, ragged([(700, 151)], block_tokens=block_tokens, dtype=dtype), window, cuts)
 
 
+@pytest.mark.sweep
 @PAGES
 @pytest.mark.parametrize("window", [0, 70, 401, -64])
 @pytest.mark.parametrize("block_tokens", [8, 48])
@@ -481,6 +485,7 @@ def test_neighbours_with_the_same_first_blocks_change_no_bit(
     assert_alone_is_the_same(batch, cpu)
 
 
+@pytest.mark.sweep
 @PAGES
 @pytest.mark.parametrize(
     ("group", "softcap", "has_sinks", "has_slopes"),
@@ -574,6 +579,7 @@ def in_16_bits(rows: torch.Tensor) -> torch.Tensor:
     return (rows / steps.clamp(min=1e-30)).round() * steps
 
 
+@pytest.mark.sweep
 @WEIGHTS
 @pytest.mark.parametrize(("inputs", "outputs"), LINEAR_SHAPES)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -597,6 +603,7 @@ def test_linear_is_the_reference(
     torch.testing.assert_close(ours.rows(wanted), defined.rows(wanted).float(), rtol=0, atol=0)
 
 
+@pytest.mark.sweep
 @WEIGHTS
 @pytest.mark.parametrize("place", [3, 574])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -646,6 +653,7 @@ def in_groups(outputs: int, inputs: int, group: int, bits: int, has_offsets: boo
     return GroupedCodes(torch.randint(16, (outputs, inputs)).to(torch.uint8), scales, offsets, levels, dtype)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "lowest"), [(4, None), (4, 0), (4, -8), (8, None)])
 @pytest.mark.parametrize("has_offsets", [False, True], ids=["no offsets", "offsets"])
@@ -667,6 +675,7 @@ def test_codes_in_groups_give_the_bits_of_their_weights(
     torch.testing.assert_close(reference.linear(codes, bias)(hidden), plain(hidden), rtol=0.02, atol=2.0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_offsets", [False, True], ids=["no offsets", "offsets"])
 @pytest.mark.parametrize("group", [16, 32, 192, 576])
@@ -762,6 +771,7 @@ class Mixture:
         return experts(self.hidden[rows], self.chosen[rows], self.shares[rows])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("bounds", [None, reference.Bounds(alpha=1.7, limit=0.8)], ids=["SwiGLU", "with bounds"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
@@ -836,6 +846,7 @@ def test_ranks_with_some_of_the_experts_each_make_up_the_whole(cpu: CpuKernels, 
         torch.testing.assert_close(torch.stack(parts).sum(0), mixture.by(kernels), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sweep
 @WEIGHTS
 @pytest.mark.parametrize(("inputs", "outputs"), LINEAR_SHAPES)
 def test_a_token_alone_and_in_any_batch_has_the_same_bits(
