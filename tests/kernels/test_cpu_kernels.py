@@ -164,7 +164,7 @@ PARTS = [(300, 1), (0, 40), (5, 2), (2100, 3)]
 LONG = pytest.param(MIXED, marks=pytest.mark.slow)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("lengths", [PREFILL, CHUNKS, DECODE, MIXED], ids=["prefill", "chunks", "decode", "mixed"])
 @PAGES
 @pytest.mark.parametrize(
@@ -579,7 +579,7 @@ def in_16_bits(rows: torch.Tensor) -> torch.Tensor:
     return (rows / steps.clamp(min=1e-30)).round() * steps
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3)
 @WEIGHTS
 @pytest.mark.parametrize(("inputs", "outputs"), LINEAR_SHAPES)
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
@@ -653,7 +653,7 @@ def in_groups(outputs: int, inputs: int, group: int, bits: int, has_offsets: boo
     return GroupedCodes(torch.randint(16, (outputs, inputs)).to(torch.uint8), scales, offsets, levels, dtype)
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("bits", "lowest"), [(4, None), (4, 0), (4, -8), (8, None)])
 @pytest.mark.parametrize("has_offsets", [False, True], ids=["no offsets", "offsets"])

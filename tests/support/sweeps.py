@@ -1,7 +1,8 @@
 """Tests of many combinations of parameters: a few of them show what all would.
 
 Of a test that is marked ``sweep``, `make test` runs a cover: combinations that have every value of every parameter
-beside every value of every other one (``sweep(1)``: every value at least once). The others are marked slow.
+beside every value of every other one (``sweep(1)``: every value at least once; ``sweep(3)``: every three). The others
+are marked slow.
 """
 
 from __future__ import annotations
