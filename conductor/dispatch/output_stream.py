@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import cast
@@ -36,7 +37,7 @@ class OutputStream:
         self._to_tell: asyncio.Queue[outputs_pb2.CollectRequest] = asyncio.Queue()  # of each listener, two at a time
         self._num_read = 0
         self._closed = False
-        self._awaited: dict[int, asyncio.Event] = {}  # batches, by number: each wakes only those who wait for it
+        self._awaited: dict[asyncio.Future[None], int] = {}  # the batch that each of those who wait, waits for
         self._call = OutputsStub(channel).Collect(self._requests())
         self._task = asyncio.create_task(self._read(), name=f"outputs of {peer}")
 
@@ -59,8 +60,14 @@ class OutputStream:
 
     async def read_up_to(self, number: int) -> None:
         """Return once this batch has been read, or the stream has ended."""
-        if self._num_read < number and not self._task.done():
-            await self._awaited.setdefault(number, asyncio.Event()).wait()
+        if self._num_read >= number or self._task.done():
+            return
+        read = asyncio.get_running_loop().create_future()
+        self._awaited[read] = number
+        try:
+            await read
+        finally:
+            del self._awaited[read]
 
     async def close(self) -> None:
         self._closed = True
@@ -78,10 +85,15 @@ class OutputStream:
             end = await self._hear_all()
         finally:
             self._call.cancel()  # of one that lost something the rest would not be understood
-            for read in self._awaited.values():
-                read.set()
+            self._wake_up_to(math.inf)
         for hear in list(self._listeners.values()):
             hear(end)
+
+    def _wake_up_to(self, number: float) -> None:
+        """Those who wait for this batch, or an earlier one."""
+        for read, awaited in self._awaited.items():
+            if awaited <= number and not read.done():
+                read.set_result(None)
 
     async def _hear_all(self) -> CallEnded | None:
         """Pass every message on. Returns why there is no other, as listeners are told it."""
@@ -96,8 +108,7 @@ class OutputStream:
                     if hear := self._listeners.get(output.handoff_id):
                         hear(output.decode if output.HasField("decode") else output.prefill)
                 self._num_read = batch.number
-                for number in [number for number in self._awaited if number <= batch.number]:
-                    self._awaited.pop(number).set()
+                self._wake_up_to(batch.number)
         except grpc.RpcError as error:
             return call_ended(error, self._peer)
         except asyncio.CancelledError:

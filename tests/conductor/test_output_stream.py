@@ -155,6 +155,16 @@ async def test_a_batch_wakes_nobody_who_waits_for_a_later_one() -> None:
             waiting.send(None)
 
 
+async def test_whoever_gives_up_waiting_leaves_nothing_behind() -> None:
+    """A node may promise batches that it never sends."""
+    async with hearing(Node(), "a") as (stream, _):
+        for promised in range(7, 10):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0):
+                    await stream.read_up_to(promised)
+        assert not stream._awaited
+
+
 async def test_at_its_end_everybody_is_told_and_nobody_waits_any_longer() -> None:
     async with hearing(Node(batch(1, "a", "gone")), "a", "b") as (stream, heard):
         await stream.read_up_to(7)
