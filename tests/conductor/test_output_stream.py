@@ -130,7 +130,7 @@ async def hearing(node: Node, *handoffs: str) -> AsyncIterator[tuple[OutputStrea
 
 
 async def test_whoever_waits_for_a_batch_has_heard_it_and_no_later_one() -> None:
-    node = Node(batch(1, "a"), batch(2, "a", "b"))
+    node = Node(batch(1, "a"), batch(2, "a", "b"), batch(3, "a"))  # the last is kept back, and so is the end behind it
     async with hearing(node, "a", "b") as (stream, heard):
         await stream.read_up_to(1)
         assert [said.tokens[0].index for said in heard["a"]] == [1]
