@@ -1,4 +1,5 @@
-"""How the last hidden states of a text become its embedding: which of them, and whether its length becomes 1.
+"""How the last hidden states of a text become its embedding: which of them, and whether its length becomes 1; and how
+near two embeddings are.
 
 Torch-free. A folder says so in the files of sentence-transformers (``modules.json``, ``1_Pooling/config.json``);
 where there are none, the last token's state is normalised, as vLLM does for models that generate.
@@ -6,16 +7,19 @@ where there are none, the last token's state is normalised, as vLLM does for mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from mooncake.errors import InvalidRequest, ModelError, shown
 from mooncake.json_file import read_json, read_json_list
+
+T = TypeVar("T")
 
 Vector = npt.NDArray[np.float32]
 
@@ -50,6 +54,15 @@ def cosine(first: Vector, second: Vector) -> float:
     """How near two embeddings are: from -1 to 1."""
     a, b = first.astype(np.float64), second.astype(np.float64)
     return float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-12))
+
+
+def paired(firsts: Sequence[T], seconds: Sequence[T], param: str) -> list[tuple[T, T]]:
+    """Texts to compare, or their embeddings: one first goes with every second one. Raises InvalidRequest, naming
+    ``param``, for other numbers of them."""
+    if len(firsts) not in (1, len(seconds)):
+        what = f"{len(firsts)} texts cannot be paired with {len(seconds)}"
+        raise InvalidRequest(f"{what}: give one, or as many", param)
+    return list(zip(firsts if len(firsts) > 1 else [*firsts] * len(seconds), seconds, strict=True))
 
 
 _GGUF_KINDS = {None: Pooling.LAST, 0: Pooling.LAST, 1: Pooling.MEAN, 3: Pooling.LAST}  # None, 0: it says nothing

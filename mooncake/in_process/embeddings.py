@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mooncake.errors import InvalidRequest
 from mooncake.llm_absent import OF_POOLING, form_says_counterparts
-from mooncake.pooling import PoolingSettings, check_dimensions, cosine
+from mooncake.pooling import PoolingSettings, check_dimensions, cosine, paired
 
 if TYPE_CHECKING:
     from mooncake.engine.contract import StepOutput
@@ -98,13 +97,8 @@ class EmbeddingDraft:
 def scores_of(
     firsts: list[EmbeddingRequestOutput], seconds: list[EmbeddingRequestOutput]
 ) -> list[ScoringRequestOutput]:
-    """Of each pair; one first text goes with every second one. Raises InvalidRequest for other numbers of them."""
-    if len(firsts) == 1:
-        firsts = firsts * len(seconds)
-    if len(firsts) != len(seconds):
-        what = f"{len(firsts)} texts cannot be paired with {len(seconds)}"
-        raise InvalidRequest(f"{what}: give one, or as many", "data_1")
-    return [_score(*pair) for pair in zip(firsts, seconds, strict=True)]
+    """Of each pair. Raises like ``paired``."""
+    return [_score(*pair) for pair in paired(firsts, seconds, "data_1")]
 
 
 def _score(first: EmbeddingRequestOutput, second: EmbeddingRequestOutput) -> ScoringRequestOutput:

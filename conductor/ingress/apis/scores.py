@@ -21,7 +21,7 @@ from conductor.ingress.apis.openapi import Post
 from conductor.ingress.embedding import Embedded, Vectors
 from conductor.ingress.http.errors import guarded, json_response
 from mooncake.errors import InvalidRequest
-from mooncake.pooling import cosine
+from mooncake.pooling import cosine, paired
 
 SCORE_PATHS = ("/score", "/v1/score")
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
@@ -102,9 +102,7 @@ class ScoresApi:
         arrived_at = self._pipeline.now()
         body, ignored = await self._intake.take(request, ScoreRequest)
         (first, firsts), (second, seconds) = _sides(body)
-        if len(firsts) not in (1, len(seconds)):
-            what = f"{len(firsts)} texts cannot be paired with {len(seconds)}"
-            raise InvalidRequest(f"{what}: give one, or as many", first)
+        paired(firsts, seconds, first)
         named = [(text, _place(first, number, body)) for number, text in enumerate(firsts)]
         named += [(text, _place(second, number, body)) for number, text in enumerate(seconds)]
         answer_id = f"score-{body.request_id or uuid.uuid4().hex}"
@@ -170,6 +168,4 @@ def _place(name: str, number: int, body: ScoreRequest) -> str:
 
 
 def _scores(firsts: list[Embedded], seconds: list[Embedded]) -> list[float]:
-    """Of each pair; one first text goes with every second one."""
-    paired = firsts if len(firsts) > 1 else firsts * len(seconds)
-    return [cosine(first.vector, second.vector) for first, second in zip(paired, seconds, strict=True)]
+    return [cosine(first.vector, second.vector) for first, second in paired(firsts, seconds, "")]
