@@ -74,7 +74,8 @@ class ReplicaManager:
             stub = ReplicaStub(self._channels.get(target.info.control_address))
             try:
                 answer = await stub.Fetch(request, timeout=self._timeout_s)
-                held = 0 if cast(object, answer) is None else answer.held  # None: gRPC's word for bytes that are none
+                # None: gRPC's word for bytes that are no message
+                held = 0 if cast(object, answer) is None else answer.held
             except grpc.RpcError as error:
                 log.info("a hot prefix was not copied to %s: %s", copy.target, error)
         ok = held == len(copy.keys)
